@@ -1,0 +1,1 @@
+"""Adapters that speak the neighbours' dialects and convert explicitly."""

@@ -1,0 +1,1 @@
+"""What every operation stands on: choosing an implementation, scratch memory, argument checks."""

@@ -1,0 +1,194 @@
+"""From a bound call to the one implementation that runs it.
+
+An operation is bound once (`bind` checks the arguments and returns a frozen call with a `device`),
+then offered to its implementations in the order of the device. An implementation declines what it
+cannot run with a sentence; a named implementation is strict; if all decline, one `Declined` carries
+every sentence. Nothing falls back in silence: `explain` tells, `served` counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Declined(NotImplementedError):
+    """An implementation (or all of them) cannot run a call; the message says why."""
+
+
+class Call(Protocol):
+    """What `bind` returns: checked, canonical arguments of one call."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    declines: the sentence why a call cannot run here, or None if it can.
+    run: computes the call.
+    workspace_bytes: scratch that `run` takes from its workspace for this call, exactly.
+    """
+
+    name: str
+    declines: Callable[[Any], str | None]
+    run: Callable[[Any], Any]
+    workspace_bytes: Callable[[Any], int] = lambda call: 0
+
+
+# Implementations in the order they are offered a call; `reference` runs only by name.
+ORDER = {"cpu": ("torch",)}
+DEVICE_ORDER = ("hopper", "triton", "torch")
+NAMES = ("reference", "torch", "triton", "hopper")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation: its name, its public function, its `bind`, and where its implementations live.
+
+    places: implementation name -> "module:attribute", loaded at first use.
+    """
+
+    name: str
+    bind: Callable[..., Call]
+    places: dict[str, str]
+    function: Callable[..., Any] | None = None
+    loaded: dict[str, Implementation] = field(default_factory=dict, compare=False)
+
+    def implementation(self, name: str) -> Implementation:
+        """The implementation called `name`; Declined if the operation has none of that name."""
+        if name not in self.loaded:
+            if name not in NAMES:
+                raise ValueError(f"implementation: expected one of {list(NAMES)}, got {name!r}")
+            if name not in self.places:
+                raise Declined(f"{self.name} has no implementation called {name}.")
+            module, attribute = self.places[name].split(":")
+            self.loaded[name] = getattr(importlib.import_module(module), attribute)
+        return self.loaded[name]
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+served: Counter[tuple[str, str]] = Counter()
+"""How many calls each (operation, implementation) has served in this process."""
+
+_lock = threading.Lock()
+_warned: set[tuple[str, str]] = set()
+
+
+def register(operation: Operation) -> Operation:
+    """Make an operation known to `explain` and `workspace_bytes`; returns it."""
+    OPERATIONS[operation.name] = operation
+    return operation
+
+
+def candidates(operation: Operation, device: torch.device) -> tuple[str, ...]:
+    """Names of the implementations that may serve a call on `device`, in order."""
+    order = ORDER.get(device.type, DEVICE_ORDER)
+    return tuple(name for name in order if name in operation.places)
+
+
+def choose(operation: Operation, call: Call, name: str | None) -> Implementation:
+    """The implementation that runs `call`: the named one, or the first that accepts."""
+    if name is not None:
+        chosen = operation.implementation(name)
+        if sentence := chosen.declines(call):
+            raise Declined(f"{operation.name}, implementation {name}: {sentence}")
+        return chosen
+    sentences = []
+    for candidate in candidates(operation, call.device):
+        chosen = operation.implementation(candidate)
+        sentence = chosen.declines(call)
+        if sentence is None:
+            if candidate == "torch" and call.device.type not in ("cpu", "meta"):
+                _warn_once(operation, call.device, sentences)
+            return chosen
+        sentences.append(f"{candidate}: {sentence}")
+    raise Declined(f"{operation.name}: no implementation accepts this call. " + " ".join(sentences))
+
+
+def run(operation: Operation, call: Call, name: str | None = None) -> Any:
+    """Compute a bound call and count it."""
+    chosen = choose(operation, call, name)
+    result = chosen.run(call)
+    with _lock:
+        served[operation.name, chosen.name] += 1
+    return result
+
+
+def explain(name: str, *args: Any, **kwargs: Any) -> list[tuple[str, bool, str]]:
+    """Who would run `headstart.<name>(*args, **kwargs)`, and why the others would not.
+
+    Returns one (implementation, accepted, sentence) for every implementation of the operation, in
+    the order in which they are offered the call, `reference` last. Tensors may be meta tensors.
+
+    >>> import torch, headstart
+    >>> q = torch.zeros(4, 1, 16)
+    >>> [row[:2] for row in headstart.explain("gated_delta_rule", q, q, q, None, None)]
+    [('torch', True), ('reference', True)]
+    """
+    operation, call, _ = _bound(name, args, kwargs)
+    order = candidates(operation, call.device)
+    rest = tuple(other for other in operation.places if other not in order)
+    rows = []
+    for implementation in order + rest:
+        sentence = operation.implementation(implementation).declines(call)
+        accepted = sentence is None
+        if accepted:
+            sentence = "accepts this call"
+            if implementation in rest:
+                sentence += ", but only by name"
+        rows.append((implementation, accepted, sentence))
+    return rows
+
+
+def workspace_bytes(name: str, *args: Any, **kwargs: Any) -> int:
+    """Scratch bytes that `headstart.<name>(*args, **kwargs)` takes from its workspace, exactly.
+
+    Outputs are not scratch. Tensors may be meta tensors; then the first implementation of any
+    device that accepts the call is asked, unless `implementation=` names one.
+
+    >>> import torch, headstart
+    >>> q = torch.zeros(4, 1, 16, device="meta")
+    >>> headstart.workspace_bytes("gated_delta_rule", q, q, q, None, None) > 0
+    True
+    """
+    operation, call, chosen = _bound(name, args, kwargs)
+    return choose(operation, call, chosen).workspace_bytes(call)
+
+
+def _bound(name: str, args: tuple, kwargs: dict) -> tuple[Operation, Call, str | None]:
+    if name not in OPERATIONS:
+        raise ValueError(f"name: expected one of {sorted(OPERATIONS)}, got {name!r}")
+    operation = OPERATIONS[name]
+    if operation.function is None:
+        raise ValueError(f"name: {name} cannot be explained")
+    bound = inspect.signature(operation.function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    chosen = arguments.pop("implementation", None)
+    return operation, operation.bind(**arguments), chosen
+
+
+def _warn_once(operation: Operation, device: torch.device, sentences: list[str]) -> None:
+    reason = " ".join(sentences) or "no other implementation is installed."
+    key = (operation.name, reason)
+    with _lock:
+        if key in _warned:
+            return
+        _warned.add(key)
+    warnings.warn(
+        f"{operation.name} on {device} runs in the decomposed PyTorch path: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
