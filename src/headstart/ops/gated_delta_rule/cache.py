@@ -1,0 +1,255 @@
+"""The state of sequences under the promise: canonical state, tail and convolution history.
+
+A slot remembers of a sequence
+  P        its state position, a multiple of 64, and the state after exactly P tokens;
+  the tail its rows from P to its end: k (normalised), v, log decay, beta, in a ring over position;
+  history  the last inputs of the short convolution, in a ring over position.
+The output of a token is a row of its chunk's product: a function of the state before the chunk and
+of the tail rows up to it, never of the steps that brought them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headstart.ops.gated_delta_rule.schedule import CHUNK
+from headstart.runtime.checks import FLOATS, expect_device, expect_dtype, expect_shape, host_ints
+
+MAX_DRAFT_TOKENS = 64
+
+
+class DeltaCache:
+    """Slots for the sequences of one layer; all slots start empty.
+
+    Parameters
+    ----------
+    slots: number of slots S.
+    H, HV, K, V: heads and head sizes of the gated delta rule (those of this rank).
+    per_channel: whether the log decay is per channel [HV, K] (KDA) or per head.
+    conv_channels, conv_width: channels and width of the short convolution; 0 channels: none.
+    dtype: that of q, k, v and of the history: float32, bfloat16 or float16 (the `reference`
+        implementation also takes float64, and then keeps its states in it).
+    draft_tokens: most tokens of a step with drafts, 0 to 64.
+    device: where the memory lies.
+    tensors: the caller's memory in the layout of `.tensors`, whose slot stride is free; it is
+        taken as it is, so fresh memory must be zero-filled or `reset`.
+
+    Attributes
+    ----------
+    tensors: name -> tensor [slots, heads or channels, ...]:
+        state [S, HV, K, V] float32, position and end [S, HV] int32 (P and the end of the tail),
+        tail_k [S, H, R, K], tail_v [S, HV, R, V] in dtype, tail_decay [S, HV, R] or [S, HV, R, K]
+        and tail_beta [S, HV, R] float32 (R = 64 + 2 draft_tokens rows, row = position modulo R);
+        with a convolution history [S, channels, width - 1 + draft_tokens] in dtype (column =
+        position modulo its length) and history_end [S, 1] int32.
+    bytes_per_slot: memory of one slot in bytes.
+
+    A state at position 0 reads as zeros, whatever the memory holds.
+
+    >>> cache = DeltaCache(4, H=1, HV=2, K=16, V=16, dtype=torch.float32, device="cpu")
+    >>> cache.bytes_per_slot
+    22672
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        H: int,
+        HV: int,
+        K: int,
+        V: int,
+        per_channel: bool = False,
+        conv_channels: int = 0,
+        conv_width: int = 4,
+        dtype: torch.dtype,
+        draft_tokens: int = 16,
+        device: torch.device | str,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        for name, value in (("slots", slots), ("H", H), ("HV", HV), ("K", K), ("V", V)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if HV % H:
+            raise ValueError(f"HV: expected a multiple of H = {H}, got {HV}")
+        if dtype not in (*FLOATS, torch.float64):
+            raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+        if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens: expected 0 to {MAX_DRAFT_TOKENS}, got {draft_tokens}")
+        if conv_channels < 0:
+            raise ValueError(f"conv_channels: expected at least 0, got {conv_channels}")
+        if conv_width < 2:
+            raise ValueError(f"conv_width: expected at least 2, got {conv_width}")
+        self.slots, self.H, self.HV, self.K, self.V = slots, H, HV, K, V
+        self.per_channel, self.dtype, self.draft_tokens = per_channel, dtype, draft_tokens
+        self.conv_channels, self.conv_width = conv_channels, conv_width
+        self.device = torch.device(device)
+        layout = self._layout()
+        if tensors is None:
+            self.tensors = {
+                name: torch.zeros(shape, dtype=kind, device=self.device)
+                for name, (_, shape, kind) in layout.items()
+            }
+            return
+        if sorted(tensors) != sorted(layout):
+            raise ValueError(f"tensors: expected {sorted(layout)}, got {sorted(tensors)}")
+        for name, (words, shape, kind) in layout.items():
+            expect_shape(f"tensors[{name!r}]", tensors[name], words, shape)
+            expect_dtype(f"tensors[{name!r}]", tensors[name], (kind,))
+            expect_device(f"tensors[{name!r}]", tensors[name], self.device, "the cache")
+        self.tensors = dict(tensors)
+
+    def _layout(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+        S, H, HV, K, V, R = self.slots, self.H, self.HV, self.K, self.V, self.tail_rows
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        decay = ("[S, HV, R, K]", (S, HV, R, K)) if self.per_channel else ("[S, HV, R]", (S, HV, R))
+        layout = {
+            "state": ("[S, HV, K, V]", (S, HV, K, V), wide),
+            "position": ("[S, HV]", (S, HV), torch.int32),
+            "end": ("[S, HV]", (S, HV), torch.int32),
+            "tail_k": ("[S, H, R, K]", (S, H, R, K), self.dtype),
+            "tail_v": ("[S, HV, R, V]", (S, HV, R, V), self.dtype),
+            "tail_decay": (*decay, wide),
+            "tail_beta": ("[S, HV, R]", (S, HV, R), wide),
+        }
+        if self.conv_channels:
+            channels, columns = self.conv_channels, self.history_columns
+            layout["history"] = ("[S, channels, columns]", (S, channels, columns), self.dtype)
+            layout["history_end"] = ("[S, 1]", (S, 1), torch.int32)
+        return layout
+
+    @property
+    def tail_rows(self) -> int:
+        """R, rows of the tail's ring."""
+        return CHUNK + 2 * self.draft_tokens
+
+    @property
+    def history_columns(self) -> int:
+        """Inputs that the history's ring keeps."""
+        return self.conv_width - 1 + self.draft_tokens
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of one slot in bytes."""
+        return sum(tensor[0].numel() * tensor.dtype.itemsize for tensor in self.tensors.values())
+
+    def at(self, slots: Sequence[int] | torch.Tensor) -> CacheSlots:
+        """These slots, one for each sequence; -1 reads as empty and writes nothing."""
+        return CacheSlots(self, slots)
+
+    def reset(self, slots: Sequence[int] | torch.Tensor) -> None:
+        """Make slots empty."""
+        index = self._index("slots", slots)
+        for name in ("position", "end", "history_end"):
+            if name in self.tensors:
+                self.tensors[name][index] = 0
+
+    def copy(self, src: Sequence[int] | torch.Tensor, dst: Sequence[int] | torch.Tensor) -> None:
+        """Copy all of the slots `src` to the slots `dst`, pair by pair."""
+        source, target = self._index("src", src), self._index("dst", dst)
+        if len(source) != len(target):
+            raise ValueError(f"dst: expected {len(source)} slots, got {len(target)}")
+        self._expect_distinct("dst", target)
+        for tensor in self.tensors.values():
+            tensor[target] = tensor[source]
+
+    def export(
+        self, slots: Sequence[int] | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Positions [N] int64, states [N, HV, K, V] and histories [N, width - 1, channels] at P.
+
+        Tails are not part of it. A history whose inputs have left the ring comes back as NaN,
+        which `load` refuses; without a convolution histories is None.
+        """
+        index = self._index("slots", slots)
+        positions = self.tensors["position"][index, 0].long()
+        states = self.tensors["state"][index]
+        states = torch.where(positions.view(-1, 1, 1, 1) == 0, 0.0, states)
+        if not self.conv_channels:
+            return positions, states, None
+        return positions, states, self._histories(index, positions)
+
+    def _histories(self, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        width, columns = self.conv_width, self.history_columns
+        at = positions[:, None] + torch.arange(1 - width, 0, device=self.device)  # [N, width - 1]
+        rows = self.tensors["history"][index]  # [N, channels, columns]
+        histories = rows.gather(
+            2, (at % columns)[:, None].expand(-1, self.conv_channels, -1)
+        ).transpose(1, 2)
+        end = self.tensors["history_end"][index].long()  # [N, 1]
+        gone = (at < end - columns) | (at >= end)
+        histories = torch.where(gone[..., None], torch.nan, histories)
+        return torch.where((at < 0)[..., None], 0.0, histories).contiguous()
+
+    def load(
+        self,
+        slots: Sequence[int] | torch.Tensor,
+        positions: Sequence[int] | torch.Tensor,
+        states: torch.Tensor,
+        histories: torch.Tensor | None = None,
+    ) -> None:
+        """Fill slots with states [N, HV, K, V] after `positions` [N] tokens, tails empty.
+
+        histories [N, width - 1, channels], oldest first, are the convolution inputs before each
+        position; required where the cache has a convolution. A state at position 0 is empty.
+        """
+        index = self._index("slots", slots)
+        self._expect_distinct("slots", index)
+        places = host_ints("positions", positions)
+        count = len(index)
+        if len(places) != count:
+            raise ValueError(f"positions: expected {count} positions, got {len(places)}")
+        for place in places:
+            if place < 0 or place % CHUNK:
+                raise ValueError(f"positions: expected multiples of {CHUNK}, got {place}")
+        expect_shape("states", states, "[N, HV, K, V]", (count, self.HV, self.K, self.V))
+        if self.conv_channels:
+            if histories is None:
+                raise ValueError("histories: expected a tensor, since the cache has a convolution")
+            shape = (count, self.conv_width - 1, self.conv_channels)
+            expect_shape("histories", histories, "[N, width - 1, channels]", shape)
+            if not bool(histories.isfinite().all()):
+                raise ValueError("histories: expected finite inputs, got some that are not")
+        elif histories is not None:
+            raise ValueError("histories: expected None, since the cache has no convolution")
+        place = torch.tensor(places, dtype=torch.int64, device=self.device)
+        self.tensors["state"][index] = states.to(self.tensors["state"])
+        self.tensors["position"][index] = place[:, None].to(torch.int32)
+        self.tensors["end"][index] = place[:, None].to(torch.int32)
+        if histories is not None:
+            at = place[:, None] + torch.arange(1 - self.conv_width, 0, device=self.device)
+            columns = (at % self.history_columns)[:, None].expand(-1, self.conv_channels, -1)
+            rows = self.tensors["history"][index]
+            rows.scatter_(2, columns, histories.to(rows).transpose(1, 2))
+            self.tensors["history"][index] = rows
+            self.tensors["history_end"][index] = place[:, None].to(torch.int32)
+
+    def _index(self, name: str, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        found = host_ints(name, slots)
+        for slot in found:
+            if not 0 <= slot < self.slots:
+                raise ValueError(f"{name}: expected slots in [0, {self.slots}), got {slot}")
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
+
+    @staticmethod
+    def _expect_distinct(name: str, index: torch.Tensor) -> None:
+        found = index.tolist()
+        if len(set(found)) != len(found):
+            raise ValueError(f"{name}: expected distinct slots, got {found}")
+
+    def __repr__(self) -> str:
+        return (
+            f"DeltaCache({self.slots}, H={self.H}, HV={self.HV}, K={self.K}, V={self.V}, "
+            f"dtype={self.dtype}, device={str(self.device)!r})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSlots:
+    """Slots of a cache, as an argument of a call (made by `DeltaCache.at`)."""
+
+    cache: DeltaCache
+    slots: Sequence[int] | torch.Tensor

@@ -1,0 +1,229 @@
+"""Host facts of one step of a packed batch, shared by all layers of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headstart.runtime.checks import host_ints
+
+CHUNK = 64
+"""Tokens of a chunk on the absolute grid of a sequence."""
+
+
+def floor_chunk(position: int) -> int:
+    """The last chunk border at or below `position`.
+
+    >>> floor_chunk(63), floor_chunk(64)
+    (0, 64)
+    """
+    return position // CHUNK * CHUNK
+
+
+class Schedule:
+    """Which tokens of a packed batch belong to which sequence, and where each sequence stands.
+
+    Sequence n brings the packed rows offsets[n] to offsets[n + 1], which are its tokens
+    starts[n], starts[n] + 1, ... in absolute position.
+
+    Parameters
+    ----------
+    lengths: new tokens of each sequence, a list or an int32 / int64 tensor [N].
+    cu_seqlens: instead of lengths, their running sum [N + 1], starting at 0. A tensor on a device
+        is read back once, here.
+    start_positions: absolute position of each first new token; one int for all, or [N].
+    drafts: whether a step brings drafts that may be rolled back; one bool for all, or [N]. Such a
+        step has at most the cache's draft_tokens tokens, the known first one included.
+    snapshot_positions: for each sequence a rising list of positions at which to keep the state:
+        64 floor(start / 64), or multiples of 64 in (start, start + length]; with drafts only the
+        first of these.
+    snapshot_every: a multiple of 64: keep the state at all its multiples in
+        (start, start + length]. Not with drafts, not together with snapshot_positions.
+    device: device of the tensors of the calls that use this schedule.
+    capacity: (sequences, tokens, snapshots): room for later `update_`s under a captured graph.
+        Slot tensors then have that length; entries past N (or M) are ignored.
+
+    Attributes
+    ----------
+    lengths, offsets, starts, drafts, snapshot_positions: the above as lists.
+    N, T, M: number of sequences, packed tokens and snapshots.
+
+    >>> schedule = Schedule([100, 30], start_positions=[0, 64], snapshot_every=64, device="cpu")
+    >>> schedule.N, schedule.T, schedule.snapshot_positions
+    (2, 130, [[64], []])
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | torch.Tensor | None = None,
+        *,
+        cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+        start_positions: int | Sequence[int] | torch.Tensor = 0,
+        drafts: bool | Sequence[bool] = False,
+        snapshot_positions: Sequence[Sequence[int]] | None = None,
+        snapshot_every: int = 0,
+        device: torch.device | str,
+        capacity: tuple[int, int, int] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.capacity = None if capacity is None else _capacity(capacity)
+        self.update_(
+            lengths,
+            cu_seqlens=cu_seqlens,
+            start_positions=start_positions,
+            drafts=drafts,
+            snapshot_positions=snapshot_positions,
+            snapshot_every=snapshot_every,
+        )
+
+    def update_(
+        self,
+        lengths: Sequence[int] | torch.Tensor | None = None,
+        *,
+        cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+        start_positions: int | Sequence[int] | torch.Tensor = 0,
+        drafts: bool | Sequence[bool] = False,
+        snapshot_positions: Sequence[Sequence[int]] | None = None,
+        snapshot_every: int = 0,
+    ) -> Schedule:
+        """Describe another step in place (arguments as for the class); nothing is kept by reference.
+
+        On an error the schedule stays as it was. Returns itself.
+        """
+        offsets = _offsets(lengths, cu_seqlens)
+        count = len(offsets) - 1
+        steps = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+        starts = _per_sequence("start_positions", start_positions, count)
+        if any(start < 0 for start in starts):
+            raise ValueError(f"start_positions: expected positions >= 0, got {min(starts)}")
+        flags = _flags(drafts, count)
+        if snapshot_every:
+            if snapshot_positions is not None:
+                raise ValueError("snapshot_every: expected 0 beside snapshot_positions")
+            if snapshot_every < 0 or snapshot_every % CHUNK:
+                raise ValueError(
+                    f"snapshot_every: expected a multiple of {CHUNK}, got {snapshot_every}"
+                )
+            if any(flags):
+                raise ValueError("snapshot_every: expected 0 in a step that brings drafts")
+            kept = [
+                list(
+                    range(
+                        (start // snapshot_every + 1) * snapshot_every,
+                        start + step + 1,
+                        snapshot_every,
+                    )
+                )
+                for start, step in zip(starts, steps, strict=True)
+            ]
+        else:
+            kept = _snapshot_positions(snapshot_positions, starts, steps, flags)
+        if self.capacity is not None:
+            found = (count, offsets[-1], sum(map(len, kept)))
+            for name, have, room in zip(
+                ("sequences", "tokens", "snapshots"), found, self.capacity, strict=True
+            ):
+                if have > room:
+                    raise ValueError(f"capacity: expected at most {room} {name}, got {have}")
+        self.offsets, self.lengths, self.starts = offsets, steps, starts
+        self.drafts, self.snapshot_positions = flags, kept
+        return self
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Sequences of the step."""
+        return len(self.lengths)
+
+    @property
+    def T(self) -> int:  # noqa: N802
+        """Packed tokens of the step."""
+        return self.offsets[-1]
+
+    @property
+    def M(self) -> int:  # noqa: N802
+        """Snapshots of the step."""
+        return sum(map(len, self.snapshot_positions))
+
+    def slot_count(self, count: int, axis: int) -> int:
+        """Entries that a slot list for `count` sequences (axis 0) or snapshots (axis 2) has."""
+        return count if self.capacity is None else self.capacity[axis]
+
+    def __repr__(self) -> str:
+        return f"Schedule(lengths={self.lengths}, start_positions={self.starts})"
+
+
+def _capacity(capacity: Sequence[int]) -> tuple[int, int, int]:
+    values = host_ints("capacity", capacity)
+    if len(values) != 3 or min(values) < 0:
+        raise ValueError(f"capacity: expected (sequences, tokens, snapshots), got {capacity!r}")
+    return values[0], values[1], values[2]
+
+
+def _offsets(lengths: object, cu_seqlens: object) -> list[int]:
+    if (lengths is None) == (cu_seqlens is None):
+        raise ValueError("lengths: expected exactly one of lengths and cu_seqlens")
+    if cu_seqlens is not None:
+        offsets = host_ints("cu_seqlens", cu_seqlens)
+        if not offsets or offsets[0] != 0:
+            raise ValueError(f"cu_seqlens: expected a running sum from 0, got {offsets[:4]}")
+        if any(end < begin for begin, end in zip(offsets, offsets[1:], strict=False)):
+            raise ValueError("cu_seqlens: expected a rising running sum, got a falling one")
+        return offsets
+    offsets = [0]
+    for length in host_ints("lengths", lengths):
+        if length < 0:
+            raise ValueError(f"lengths: expected lengths >= 0, got {length}")
+        offsets.append(offsets[-1] + length)
+    return offsets
+
+
+def _per_sequence(name: str, values: object, count: int) -> list[int]:
+    if hasattr(values, "__index__") and not isinstance(values, torch.Tensor):
+        return [values.__index__()] * count  # type: ignore[union-attr]
+    found = host_ints(name, values)
+    if len(found) != count:
+        raise ValueError(f"{name}: expected one for each of {count} sequences, got {len(found)}")
+    return found
+
+
+def _flags(drafts: bool | Sequence[bool], count: int) -> list[bool]:
+    if isinstance(drafts, bool):
+        return [drafts] * count
+    flags = [bool(flag) for flag in drafts]
+    if len(flags) != count:
+        raise ValueError(f"drafts: expected one for each of {count} sequences, got {len(flags)}")
+    return flags
+
+
+def _snapshot_positions(
+    given: Sequence[Sequence[int]] | None, starts: list[int], steps: list[int], drafts: list[bool]
+) -> list[list[int]]:
+    if given is None:
+        return [[] for _ in starts]
+    if len(given) != len(starts):
+        raise ValueError(
+            f"snapshot_positions: expected one list for each of {len(starts)} sequences, "
+            f"got {len(given)}"
+        )
+    kept = []
+    for n, (positions, start, step, draft) in enumerate(
+        zip(given, starts, steps, drafts, strict=True)
+    ):
+        positions = host_ints(f"snapshot_positions[{n}]", positions)
+        opening = floor_chunk(start)
+        for before, position in zip([-1, *positions], positions, strict=False):
+            later = not draft and start < position <= start + step and position % CHUNK == 0
+            if position != opening and not later:
+                allowed = (
+                    f"{opening}"
+                    if draft
+                    else (f"{opening} or a multiple of {CHUNK} in ({start}, {start + step}]")
+                )
+                raise ValueError(f"snapshot_positions[{n}]: expected {allowed}, got {position}")
+            if position <= before:
+                raise ValueError(
+                    f"snapshot_positions[{n}]: expected rising positions, got {positions}"
+                )
+        kept.append(positions)
+    return kept
