@@ -1,0 +1,67 @@
+# Two commands matter: `make prefill` and `make test`. Both set up the same .venv first.
+# `make help` lists all of them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MODEL ?= tiny-qwen3-next
+PROMPT ?= $(shell $(BIN)/python -c 'from headstart import checkpoints; print(checkpoints.sample_text())' 2>/dev/null)
+BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
+
+# Two workers on two cores: one thread each, or they fight over the cores.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+WORKERS ?= 2
+
+.PHONY: help venv prefill test lint types pytest format wheel-smoke bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(READY)  ## set up .venv with every extra and the pinned development requirements
+
+# Installs again only when the requirements change; an existing .venv is brought up to date in place.
+$(READY): requirements-dev.txt pyproject.toml
+	@if ! [ -x $(BIN)/pip ]; then \
+		[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 or newer is missing: apt-get install python3 python3-venv" >&2; exit 2; }; \
+		"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+			|| { echo "make: Python 3.11 or newer is needed, $(PYTHON) is older (make PYTHON=...)" >&2; exit 2; }; \
+		"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null \
+			|| { echo "make: Python's venv module is missing: apt-get install python3-venv" >&2; exit 2; }; \
+		echo "Setting up $(VENV) (once; about 2 GB)"; \
+		"$(PYTHON)" -m venv $(VENV); \
+	fi
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt --editable '.[cli,evidence,models]'
+	@touch $(READY)
+
+prefill: $(READY)  ## the main job: prefill the shipped sample, compared and from a prefix hit (MODEL=, PROMPT=)
+	$(BIN)/headstart prefill --model $(MODEL) --prompt-file "$(PROMPT)" --compare --prefix-cache
+
+test: lint types pytest  ## lint, type check, all tests and the docstring examples
+
+lint: $(READY)  ## check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)  ## type check the package
+	$(BIN)/pyright
+
+pytest: $(READY)  ## tests and docstring examples only (WORKERS=2)
+	$(TEST_ENVIRONMENT) $(BIN)/pytest --doctest-modules -n $(WORKERS) --dist worksteal
+
+format: $(READY)  ## format, and fix what the linter can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+wheel-smoke: $(READY)  ## build the wheel, install it into a clean environment, prefill there
+	PYTHON=$(BIN)/python bash tests/house/wheel_smoke.sh
+
+bench: $(READY)  ## measure the CPU bars: every script of benchmarks/ in turn (BENCHMARKS=)
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:  ## remove build and test leftovers; .venv stays
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
