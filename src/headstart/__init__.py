@@ -1,0 +1,35 @@
+"""headstart: prefill of hybrid-attention language models; a prefix-cache hit is a cold prefill."""
+
+from headstart.ops.gated_delta_rule.api import (
+    ChunkMap,
+    chunk_map,
+    compose,
+    gated_delta_rule,
+    recurrent_gated_delta_rule,
+)
+from headstart.ops.gated_delta_rule.cache import DeltaCache
+from headstart.ops.gated_delta_rule.gate import Gate
+from headstart.ops.gated_delta_rule.pool import Pool
+from headstart.ops.gated_delta_rule.schedule import Schedule
+from headstart.ops.gated_delta_rule.spec import GatedDelta
+from headstart.runtime.dispatch import Declined, explain, workspace_bytes
+from headstart.runtime.workspace import Workspace
+
+__all__ = [
+    "ChunkMap",
+    "Declined",
+    "DeltaCache",
+    "Gate",
+    "GatedDelta",
+    "Pool",
+    "Schedule",
+    "Workspace",
+    "chunk_map",
+    "compose",
+    "explain",
+    "gated_delta_rule",
+    "recurrent_gated_delta_rule",
+    "workspace_bytes",
+]
+
+__version__ = "0.1.0"

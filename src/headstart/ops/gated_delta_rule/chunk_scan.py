@@ -1,0 +1,301 @@
+"""All chunks of all sequences, one cache-sized group of heads after the other.
+
+A group is U key heads with their value heads, of one or several sequences. Its tiles are gathered from
+the packed tokens and, in a cache, from the tails; its state stays in a buffer from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headstart.ops.gated_delta_rule.chunk_products import Chunk, chunk_shapes
+from headstart.ops.gated_delta_rule.schedule import CHUNK
+from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
+from headstart.ops.gated_delta_rule.steps import SequenceStep
+from headstart.ops.gated_delta_rule.stores import Stores
+from headstart.runtime.workspace import Workspace
+
+LANES = 8
+"""Value heads of a group: their tiles and states stay in a core's second-level cache."""
+CHANNEL_LANES = 2
+"""The same with a decay per channel, whose pairs of rows take far more room."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A range of key heads of one sequence, and its place in the group."""
+
+    step: SequenceStep
+    heads: slice
+    """Key heads of the call."""
+    units: slice
+    """Key heads of the group."""
+
+    def value_heads(self, ratio: int) -> slice:
+        """The value heads that read these key heads."""
+        return slice(self.heads.start * ratio, self.heads.stop * ratio)
+
+
+def group_units(call: GatedDeltaCall) -> int:
+    """Key heads of a group: one number for a head ratio, whatever the batch."""
+    H, HV, _, _ = call.sizes
+    return max(1, (CHANNEL_LANES if call.per_channel else LANES) // (HV // H))
+
+
+def groups(call: GatedDeltaCall, steps: list[SequenceStep]) -> list[list[Run]]:
+    """Sequences of like length share groups, so that few lanes idle."""
+    H, units = call.sizes[0], group_units(call)
+    found: list[list[Run]] = []
+    room = 0
+    for step in sorted(steps, key=lambda step: -len(step.chunks)):
+        head = 0
+        while head < H:
+            if room == 0:
+                found.append([])
+                room = units
+            take = min(room, H - head)
+            place = units - room
+            found[-1].append(Run(step, slice(head, head + take), slice(place, place + take)))
+            head += take
+            room -= take
+    return found
+
+
+def scan_bytes(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
+    """Bytes that `scan` takes from the workspace."""
+    if not steps:
+        return 0
+    H, HV, K, V = call.sizes
+    shapes = chunk_shapes(_units(call, steps), HV // H, K, V, call.per_channel)
+    return sum(_count(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def scan(
+    call: GatedDeltaCall, steps: list[SequenceStep], stores: Stores, workspace: Workspace
+) -> None:
+    """Compute `steps`: outputs, states, tails and snapshots."""
+    if not steps:
+        return
+    H, HV, K, V = call.sizes
+    for runs in groups(call, steps):
+        chunk = Chunk.allocate(workspace, _units(call, steps), HV // H, K, V, call.per_channel)
+        GroupScan(call, stores, chunk, runs).run()
+
+
+def _units(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
+    """Groups are padded to one size where bits are promised, and else no larger than needed."""
+    units = group_units(call)
+    return units if call.reproducible else min(units, call.sizes[0] * len(steps))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+class GroupScan:
+    """The chunks of one group, first to last."""
+
+    def __init__(self, call: GatedDeltaCall, stores: Stores, chunk: Chunk, runs: list[Run]) -> None:
+        self.call, self.stores, self.chunk, self.runs = call, stores, chunk, runs
+        H, HV, _, _ = call.sizes
+        self.ratio = HV // H
+        self.buffers = chunk.buffers
+        self.q, self.k = call.q, call.k
+        self.v = call.v.unflatten(1, (H, self.ratio))
+        self.g = None if call.g is None else call.g.unflatten(1, (H, self.ratio))
+        self.beta = None if call.beta is None else call.beta.unflatten(1, (H, self.ratio))
+        self.o = stores.o.unflatten(1, (H, self.ratio))
+        self.a_log, self.dt_bias = self._gate_parameters()
+
+    def run(self) -> None:
+        """Load the states, compute every chunk, store the states."""
+        for run in self.runs:
+            self._open(run)
+        for count in range(max(len(run.step.chunks) for run in self.runs)):
+            active = [run for run in self.runs if count < len(run.step.chunks)]
+            for run in self.runs:
+                if count == len(run.step.chunks):
+                    self._clear(run)
+            self._fill(active, count)
+            want_out = any(self._new_rows(run, count) for run in active)
+            want_state = any(
+                count + 1 < len(run.step.chunks) or run.step.fold >= self._ends(run, count)
+                for run in active
+            )
+            self.chunk.products(want_out, want_state)
+            for run in active:
+                self._store(run, count)
+        for run in self.runs:
+            self.stores.finish(run.step, run.value_heads(self.ratio))
+
+    def _ends(self, run: Run, count: int) -> int:
+        """Position that the sequence has reached after its chunk `count`."""
+        step = run.step
+        end = step.end if step.length else step.fold
+        return min((step.chunks[count] + 1) * CHUNK, end)
+
+    def _open(self, run: Run) -> None:
+        step, heads = run.step, run.value_heads(self.ratio)
+        if (state := self.stores.read(step, heads)) is not None:
+            self._state(run).copy_(state.unflatten(0, (-1, self.ratio)))
+        self._keep(run, step.base)
+        if not step.chunks:
+            self._write(run)
+
+    def _state(self, run: Run) -> torch.Tensor:
+        """S of the run, [heads, R, K, V]."""
+        state = self.buffers["state"][run.units]
+        return state.unflatten(2, (self.ratio, -1)).transpose(1, 2)
+
+    def _state_of_heads(self, run: Run) -> torch.Tensor:
+        return self._state(run).flatten(0, 1)
+
+    def _write(self, run: Run) -> None:
+        self.stores.write(run.step, run.value_heads(self.ratio), self._state_of_heads(run))
+
+    def _keep(self, run: Run, position: int) -> None:
+        for wanted, index in run.step.snapshots:
+            if wanted == position:
+                value = self._state_of_heads(run)
+                self.stores.keep(position, index, run.value_heads(self.ratio), value)
+
+    def _new_rows(self, run: Run, count: int) -> range:
+        """Positions of the chunk that are new tokens."""
+        begin = run.step.chunks[count] * CHUNK
+        return range(max(begin, run.step.start), min(begin + CHUNK, run.step.end))
+
+    def _clear(self, run: Run) -> None:
+        for name in ("keys", "values", "decay", "beta"):
+            self.buffers[name][run.units].zero_()
+
+    def _fill(self, active: list[Run], count: int) -> None:
+        """Gather the chunk's rows: new tokens, normalised and gated, then the tail's as they are."""
+        call, b = self.call, self.buffers
+        partial = []
+        for run in active:
+            new = self._new_rows(run, count)
+            if len(new) < CHUNK:
+                self._clear(run)
+                partial.append((run, new))
+            if new:
+                self._gather(run, new)
+        if call.qk_l2norm:
+            self.chunk.normalise()
+            if call.q.dtype != torch.float32:
+                keys = b["keys"][:, :CHUNK]
+                keys.copy_(keys.to(call.q.dtype))
+        b["keys"][:, CHUNK:].mul_(call.scale)
+        if call.g is not None and call.gate.kind != "log":
+            b["decay"].copy_(call.gate.decay(b["decay"], self.a_log, self.dt_bias))
+        if call.beta is not None and call.gate.beta != "value":
+            b["beta"].copy_(call.gate.strength(b["beta"]))
+        for run, new in partial:
+            self._mask(run, new)
+        idle = active[-1].units.stop  # runs are sorted by their chunks
+        b["decay"][idle:].zero_()
+        b["beta"][idle:].zero_()
+        for run in active:
+            self._tail(run, count)
+
+    def _gather(self, run: Run, new: range) -> None:
+        b, step = self.buffers, run.step
+        rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
+        at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
+        keys = b["keys"][run.units].unflatten(1, (2, CHUNK))
+        keys[:, 0, at].copy_(self.k[rows, run.heads].transpose(0, 1))
+        keys[:, 1, at].copy_(self.q[rows, run.heads].transpose(0, 1))
+        b["values"][run.units, at].copy_(self.v[rows, run.heads].transpose(0, 1))
+        if self.g is not None:
+            b["decay"][run.units, :, at].copy_(self.g[rows, run.heads].movedim(0, 2))
+        else:
+            b["decay"][run.units, :, at] = 0.0
+        if self.beta is not None:
+            b["beta"][run.units, :, at].copy_(self.beta[rows, run.heads].movedim(0, 2))
+        else:
+            b["beta"][run.units, :, at] = 1.0
+
+    def _mask(self, run: Run, new: range) -> None:
+        """Gates of rows that are no new tokens: no decay, no update."""
+        first = new.start % CHUNK if new else 0
+        for name in ("decay", "beta"):
+            tile = self.buffers[name][run.units]
+            tile[:, :, :first].zero_()
+            tile[:, :, first + len(new) :].zero_()
+
+    def _tail(self, run: Run, count: int) -> None:
+        """Read the tail's rows of the chunk, and write the rows that stay in the tail."""
+        cache, step = self.stores.tail_cache, run.step
+        if cache is None or step.write < 0:
+            return
+        begin = step.chunks[count] * CHUNK
+        if step.tail:
+            self._exchange(run, range(begin, min(begin + CHUNK, step.start)), read=True)
+        new = self._new_rows(run, count)
+        self._exchange(run, range(max(new.start, step.fold), new.stop), read=False)
+
+    def _exchange(self, run: Run, positions: range, read: bool) -> None:
+        if not positions:
+            return
+        cache = self.stores.tail_cache
+        assert cache is not None
+        b, t, slot = self.buffers, cache.tensors, run.step.write
+        heads = run.value_heads(self.ratio)
+        ring = torch.arange(positions.start, positions.stop, device=cache.device) % cache.tail_rows
+        at = slice(positions.start % CHUNK, positions.start % CHUNK + len(positions))
+        pairs = (
+            (b["keys"][run.units, at], t["tail_k"][slot, run.heads]),
+            (
+                b["values"][run.units, at].transpose(1, 2).flatten(0, 1),
+                t["tail_v"][slot, heads],
+            ),
+            (b["decay"][run.units, :, at].flatten(0, 1), t["tail_decay"][slot, heads]),
+            (b["beta"][run.units, :, at].flatten(0, 1), t["tail_beta"][slot, heads]),
+        )
+        if not read:
+            for tile, tail in pairs:
+                tail[:, ring] = tile.to(tail.dtype)
+            return
+        b["keys"][run.units, at] = pairs[0][1][:, ring].float()
+        values = pairs[1][1][:, ring].float().unflatten(0, (-1, self.ratio))
+        b["values"][run.units, at] = values.transpose(1, 2)
+        b["decay"][run.units, :, at] = pairs[2][1][:, ring].unflatten(0, (-1, self.ratio))
+        b["beta"][run.units, :, at] = pairs[3][1][:, ring].unflatten(0, (-1, self.ratio))
+
+    def _store(self, run: Run, count: int) -> None:
+        new, step = self._new_rows(run, count), run.step
+        if new:
+            rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
+            at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
+            out = self.buffers["out"].unflatten(0, (-1, self.ratio))[run.units, :, at]
+            self.o[rows, run.heads].copy_(out.movedim(2, 0))
+        reached = self._ends(run, count)
+        if reached % CHUNK == 0:
+            self._keep(run, reached)
+        if reached == step.fold:
+            self._write(run)
+
+    def _gate_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """a_log and dt_bias of the group's lanes, shaped to broadcast against `decay`."""
+        gate = self.call.gate
+        if gate.kind != "raw":
+            return None, None
+        units, R = self.buffers["beta"].shape[:2]
+        found = []
+        for parameter in (gate.a_log, gate.dt_bias):
+            if parameter is None:
+                found.append(None)
+                continue
+            tile = torch.zeros(units, R, *parameter.shape[1:], device=parameter.device)
+            for run in self.runs:
+                heads = run.value_heads(self.ratio)
+                tile[run.units] = parameter[heads].float().unflatten(0, (-1, R))
+            found.append(tile[:, :, None])  # one for every row
+        a_log, dt_bias = found
+        if self.call.per_channel and a_log is not None:
+            a_log = a_log[..., None]
+        return a_log, dt_bias

@@ -1,0 +1,57 @@
+"""Checks of slot lists where the host can know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headstart.runtime.checks import checking, host_ints
+
+
+def host_slots(
+    name: str, slots: Sequence[int] | torch.Tensor, count: int, entries: int, limit: int
+) -> list[int] | None:
+    """The first `count` of `entries` slots as a list, checked against -1 and `limit`.
+
+    None for a tensor on another device, whose values the host does not look at unless
+    HEADSTART_CHECK=1 asks for it.
+
+    >>> host_slots("slots", [3, -1], 2, 2, 8)
+    [3, -1]
+    """
+    if isinstance(slots, torch.Tensor) and slots.device.type != "cpu" and not checking():
+        if tuple(slots.shape) != (entries,):
+            raise ValueError(f"{name}: expected [{entries}] slots, got {list(slots.shape)}")
+        return None
+    found = host_ints(name, slots)
+    if len(found) != entries:
+        raise ValueError(f"{name}: expected {entries} slots, got {len(found)}")
+    for slot in found[:count]:
+        if not -1 <= slot < limit:
+            raise ValueError(f"{name}: expected slots in [0, {limit}) or -1, got {slot}")
+    return found[:count]
+
+
+def expect_no_races(
+    name: str, written: list[int] | None, read: list[int] | None, snapshots: list[int] | None
+) -> None:
+    """Raise if a slot is written twice, or written for one sequence and read for another."""
+    taken = [slot for slot in written or [] if slot >= 0]
+    if len(set(taken)) != len(taken):
+        raise ValueError(f"{name}: expected every slot to be written once, got {written}")
+    for n, slot in enumerate(read or []):
+        others = [m for m, other in enumerate(written or []) if other == slot and m != n]
+        if slot >= 0 and others:
+            raise ValueError(
+                f"{name}: slot {slot} is written for sequence {others[0]} "
+                f"and read for sequence {n} of the same call"
+            )
+    kept = [slot for slot in snapshots or [] if slot >= 0]
+    if len(set(kept)) != len(kept):
+        raise ValueError(f"snapshots: expected every slot to be written once, got {snapshots}")
+    both = set(kept) & ({slot for slot in read or [] if slot >= 0} | set(taken))
+    if both:
+        raise ValueError(
+            f"snapshots: expected slots that no sequence uses in this call, got {sorted(both)}"
+        )

@@ -1,0 +1,363 @@
+"""The arguments of the gated delta rule, checked once for every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from headstart.ops.gated_delta_rule.cache import CacheSlots
+from headstart.ops.gated_delta_rule.gate import Gate
+from headstart.ops.gated_delta_rule.pool import Pool
+from headstart.ops.gated_delta_rule.schedule import CHUNK, Schedule, floor_chunk
+from headstart.ops.gated_delta_rule.slots import expect_no_races, host_slots
+from headstart.runtime.checks import (
+    FLOATS,
+    checking,
+    expect_device,
+    expect_dtype,
+    expect_last_contiguous,
+    expect_no_gradients,
+    expect_shape,
+    expect_tensor,
+)
+from headstart.runtime.workspace import Workspace
+
+STATE_DTYPES = (*FLOATS, torch.float64)
+
+
+class GatedDelta(NamedTuple):
+    """Outputs o [T, HV, V], new states [N, HV, K, V] or None, snapshots [M, HV, K, V] or None."""
+
+    o: torch.Tensor
+    state: torch.Tensor | None
+    snapshots: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDeltaCall:
+    """A checked call; packed views q, k [T, H, K], v [T, HV, V], g [T, HV] or [T, HV, K]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
+    shape: tuple[int, ...]
+    """Shape of o as the caller sees it: [T, HV, V] or [B, L, HV, V]."""
+    schedule: Schedule
+    state: torch.Tensor | Pool | CacheSlots | None
+    read_slots: list[int] | None
+    write_slots: list[int] | None
+    gate: Gate
+    snapshots: torch.dtype | Pool | CacheSlots | None
+    snapshot_slots: list[int] | None
+    return_state: bool
+    scale: float
+    qk_l2norm: bool
+    reproducible: bool
+    workspace: Workspace | None
+    out: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.q.device
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether the log decay is per channel."""
+        if self.g is None and isinstance(self.state, CacheSlots):
+            return self.state.cache.per_channel
+        return self.g is not None and self.g.dim() == 3
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """H, HV, K, V."""
+        return self.k.shape[1], self.v.shape[1], self.k.shape[2], self.v.shape[2]
+
+
+def bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    schedule: Schedule | Sequence[int] | None,
+    state: torch.Tensor | Pool | CacheSlots | None,
+    gate: Gate,
+    snapshots: torch.dtype | Pool | CacheSlots | None,
+    return_state: bool,
+    scale: float | None,
+    qk_l2norm: bool,
+    reproducible: bool | None,
+    workspace: Workspace | None,
+    out: torch.Tensor | None,
+) -> GatedDeltaCall:
+    """Check the arguments of `gated_delta_rule`; raises ValueError naming the first wrong one."""
+    shape, (q, k, v, g, beta), schedule = _packed(q, k, v, g, beta, schedule)
+    expect_no_gradients("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta)
+    T, H, K = q.shape
+    HV, V = v.shape[1:]
+    if schedule.T > T:
+        raise ValueError(f"schedule: expected at most T = {T} tokens, got {schedule.T}")
+    _expect_gate(gate, g, HV, K, q.device)
+    cached = isinstance(state, CacheSlots)
+    if reproducible is None:
+        reproducible = cached
+    elif cached and not reproducible:
+        raise ValueError("reproducible: expected True with a DeltaCache, which implies it")
+    read, write = _state_slots(state, schedule, (H, HV, K, V), q, g)
+    if return_state and isinstance(state, (Pool, CacheSlots)):
+        raise ValueError("return_state: expected False with a Pool or a cache, updated in place")
+    if any(schedule.drafts) and not cached:
+        raise ValueError("schedule: drafts need a DeltaCache, since a plain state cannot roll back")
+    kept = _snapshot_slots(snapshots, schedule, (H, HV, K, V), q, cached)
+    same = isinstance(state, CacheSlots) and isinstance(snapshots, CacheSlots)
+    shared = same and snapshots.cache is state.cache  # type: ignore[union-attr]
+    expect_no_races("state", write, read, kept if shared else None)
+    expect_no_races("snapshots", None, None, kept)
+    if out is not None:
+        expect_shape("out", out, "the shape of o", shape)
+        expect_dtype("out", out, (q.dtype,))
+        expect_device("out", out, q.device, "q")
+        expect_last_contiguous("out", out)
+    if workspace is not None and workspace.device.type != q.device.type:
+        raise ValueError(f"workspace: expected device {q.device}, got {workspace.device}")
+    if checking() and q.device.type != "meta":
+        _check_values(q, k, v, g, beta, gate, schedule)
+    return GatedDeltaCall(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        shape=shape,
+        schedule=schedule,
+        state=state,
+        read_slots=read,
+        write_slots=write,
+        gate=gate,
+        snapshots=snapshots,
+        snapshot_slots=kept,
+        return_state=return_state,
+        scale=K**-0.5 if scale is None else float(scale),
+        qk_l2norm=qk_l2norm,
+        reproducible=reproducible,
+        workspace=workspace,
+        out=out,
+    )
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    schedule: Schedule | Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple, Schedule]:
+    """The shape of o, the packed tensors, and the schedule (one built here if none was given)."""
+    given = {"q": q, "k": k, "v": v}
+    optional = {name: tensor for name, tensor in (("g", g), ("beta", beta)) if tensor is not None}
+    for name, tensor in {**given, **optional}.items():
+        expect_tensor(name, tensor)
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q: expected [T, H, K] or [B, L, H, K], got {list(q.shape)}")
+    lead = q.shape[:-2]
+    words = "T, " if len(lead) == 1 else "B, L, "
+    expect_dtype("q", q, STATE_DTYPES)
+    expect_shape("k", k, f"[{words}H, K]", q.shape)
+    expect_shape("v", v, f"[{words}HV, V]", (*lead, None, None))
+    H, K, HV = q.shape[-2], q.shape[-1], v.shape[-2]
+    if H < 1 or K < 1 or v.shape[-1] < 1:
+        raise ValueError(
+            f"q: expected at least one head and one channel, got {list(q.shape)}, v {list(v.shape)}"
+        )
+    if HV < 1 or HV % H:
+        raise ValueError(f"v: expected HV a multiple of H = {H}, got {HV}")
+    for name in ("k", "v"):
+        expect_dtype(name, given[name], (q.dtype,))
+    for name, tensor in given.items():
+        expect_last_contiguous(name, tensor)
+    if g is not None:
+        channels = (K,) if g.dim() == q.dim() else ()
+        expect_shape("g", g, f"[{words}HV{', K' * len(channels)}]", (*lead, HV, *channels))
+    if beta is not None:
+        expect_shape("beta", beta, f"[{words}HV]", (*lead, HV))
+    for name, tensor in {**given, **optional}.items():
+        expect_device(name, tensor, q.device, "q")
+    for name, tensor in optional.items():
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name}: expected a float dtype, got {tensor.dtype}")
+    shape = (*lead, HV, v.shape[-1])
+    if len(lead) == 2:
+        if schedule is not None:
+            raise ValueError("schedule: expected None with [B, L, ...] inputs, or packed inputs")
+        schedule = Schedule([lead[1]] * lead[0], device=q.device)
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        g, beta = (None if tensor is None else tensor.flatten(0, 1) for tensor in (g, beta))
+    elif schedule is None:
+        schedule = Schedule([lead[0]], device=q.device)
+    elif not isinstance(schedule, Schedule):
+        schedule = Schedule(schedule, device=q.device)
+    elif schedule.device.type != q.device.type and q.device.type != "meta":
+        raise ValueError(f"schedule: expected device {q.device}, got {schedule.device}")
+    return shape, (q, k, v, g, beta), schedule
+
+
+def _expect_gate(gate: Gate, g: torch.Tensor | None, HV: int, K: int, device: torch.device) -> None:
+    if not isinstance(gate, Gate):
+        raise ValueError(f"gate: expected a Gate such as Gate.log(), got {gate!r}")
+    if gate.kind != "raw":
+        return
+    if g is None:
+        raise ValueError("g: expected a tensor with Gate.raw, got None")
+    expect_shape("a_log", expect_tensor("a_log", gate.a_log), "[HV]", (HV,))
+    expect_device("a_log", gate.a_log, device, "q")  # type: ignore[arg-type]
+    if gate.dt_bias is not None:
+        channels = (K,) if g.dim() == 3 else ()
+        words = "[HV, K]" if channels else "[HV]"
+        expect_shape("dt_bias", gate.dt_bias, words, (HV, *channels))
+        expect_device("dt_bias", gate.dt_bias, device, "q")
+
+
+def _state_slots(
+    state: torch.Tensor | Pool | CacheSlots | None,
+    schedule: Schedule,
+    sizes: tuple[int, int, int, int],
+    q: torch.Tensor,
+    g: torch.Tensor | None,
+) -> tuple[list[int] | None, list[int] | None]:
+    """Slots that are read and written, as lists where the host knows them."""
+    _, HV, K, V = sizes
+    count, entries = schedule.N, schedule.slot_count(schedule.N, 0)
+    if state is None:
+        return None, None
+    if isinstance(state, torch.Tensor):
+        expect_shape("state", state, "[N, HV, K, V]", (entries, HV, K, V))
+        expect_dtype("state", state, STATE_DTYPES)
+        expect_device("state", state, q.device, "q")
+        return None, None
+    if isinstance(state, CacheSlots):
+        expect_cache("state", state, sizes, q)
+        per_channel = g is not None and g.dim() == 3
+        if g is not None and per_channel != state.cache.per_channel:
+            words = "per channel" if state.cache.per_channel else "per head"
+            raise ValueError(f"g: expected a decay {words}, as the cache has, got {list(g.shape)}")
+        for n, (draft, length) in enumerate(zip(schedule.drafts, schedule.lengths, strict=True)):
+            if draft and length > state.cache.draft_tokens:
+                raise ValueError(
+                    f"schedule: expected at most draft_tokens = {state.cache.draft_tokens} tokens "
+                    f"in a step with drafts, got {length} for sequence {n}"
+                )
+        slots = host_slots("state", state.slots, count, entries, state.cache.slots)
+        return slots, slots
+    if isinstance(state, Pool):
+        expect_pool("state", state, sizes, q)
+        limit = state.tensor.shape[0]
+        read = write = None
+        if state.read_slots is not None:
+            read = host_slots("read_slots", state.read_slots, count, entries, limit)
+        if state.write_slots is not None:
+            write = host_slots("write_slots", state.write_slots, count, entries, limit)
+        elif state.read_slots is None:
+            raise ValueError("write_slots: expected slots, since read_slots is None")
+        else:
+            write = read
+        if state.present is not None and len(state.present) != entries:
+            raise ValueError(f"present: expected {entries} flags, got {len(state.present)}")
+        return read, write
+    raise ValueError(
+        f"state: expected None, a tensor, a Pool or cache.at(slots), got {type(state).__name__}"
+    )
+
+
+def _snapshot_slots(
+    snapshots: torch.dtype | Pool | CacheSlots | None,
+    schedule: Schedule,
+    sizes: tuple[int, int, int, int],
+    q: torch.Tensor,
+    cached: bool,
+) -> list[int] | None:
+    if snapshots is None:
+        return None
+    for start, positions in zip(schedule.starts, schedule.snapshot_positions, strict=True):
+        if not cached and positions and positions[0] <= start and start % CHUNK:
+            raise ValueError(
+                f"snapshot_positions: position {floor_chunk(start)} lies before the plain state "
+                f"at {start}; only a DeltaCache still has it"
+            )
+    count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
+    if isinstance(snapshots, torch.dtype):
+        if snapshots not in STATE_DTYPES:
+            raise ValueError(f"snapshots: expected a float dtype, got {snapshots}")
+        return None
+    if isinstance(snapshots, Pool):
+        expect_pool("snapshots", snapshots, sizes, q)
+        if snapshots.write_slots is None:
+            raise ValueError("snapshots: expected a Pool with write_slots")
+        return host_slots(
+            "snapshots", snapshots.write_slots, count, entries, snapshots.tensor.shape[0]
+        )
+    if isinstance(snapshots, CacheSlots):
+        expect_cache("snapshots", snapshots, sizes, q)
+        return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
+    raise ValueError(
+        f"snapshots: expected None, a dtype, a Pool or cache.at(slots), got {snapshots!r}"
+    )
+
+
+def expect_cache(
+    name: str, at: CacheSlots, sizes: tuple[int, int, int, int], q: torch.Tensor
+) -> None:
+    """Raise unless the cache has these head counts, head sizes, and q's dtype and device."""
+    cache = at.cache
+    found = (cache.H, cache.HV, cache.K, cache.V)
+    if found != sizes:
+        raise ValueError(
+            f"{name}: expected a cache with [H, HV, K, V] = {list(sizes)}, got {list(found)}"
+        )
+    if cache.dtype != q.dtype:
+        raise ValueError(f"{name}: expected a cache of dtype {q.dtype}, got {cache.dtype}")
+    if cache.device != q.device and q.device.type != "meta":
+        raise ValueError(f"{name}: expected device {q.device} (that of q), got {cache.device}")
+
+
+def expect_pool(name: str, pool: Pool, sizes: tuple[int, int, int, int], q: torch.Tensor) -> None:
+    """Raise unless the pool holds states of these sizes on q's device."""
+    _, HV, K, V = sizes
+    tensor = expect_tensor(name, pool.tensor)
+    if pool.layout == "kv":
+        expect_shape(name, tensor, "[S, HV, K, V]", (None, HV, K, V))
+    else:
+        expect_shape(name, tensor, "[S, HV, V, K]", (None, HV, V, K))
+    expect_dtype(name, tensor, STATE_DTYPES)
+    expect_device(name, tensor, q.device, "q")
+
+
+def _check_values(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    gate: Gate,
+    schedule: Schedule,
+) -> None:
+    """The checks of HEADSTART_CHECK=1 that look at values."""
+    rows = slice(0, schedule.T)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+        if tensor is not None and not bool(tensor[rows].isfinite().all()):
+            raise ValueError(f"{name}: expected finite values, got some that are not")
+    if g is None:
+        return
+    decay = g[rows]
+    if gate.kind == "log" and not bool((decay <= 0).all()):
+        raise ValueError("g: expected a log decay <= 0, got values above 0 or NaN")
+    if gate.kind == "linear" and not bool(((decay >= 0) & (decay <= 1)).all()):
+        raise ValueError("g: expected a decay in [0, 1], got values outside or NaN")
+    if gate.kind == "raw" and not bool(decay.isfinite().all()):
+        raise ValueError("g: expected finite values, got some that are not")
