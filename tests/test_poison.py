@@ -1,4 +1,4 @@
-"""The poison of conftest.py is really there: without it half of the suite proves less than it says."""
+"""The poison of conftest.py is really there; without it half of the suite proves nothing."""
 
 import pytest
 import torch
