@@ -1,0 +1,1 @@
+"""How a claim is made: the workloads as data (`headstart.evidence.cases`)."""
