@@ -1,4 +1,4 @@
-"""Training batches: half text, half recall prompts, short distances first."""
+"""Training batches: a quarter text, the rest recall prompts, short distances first."""
 
 import random
 
@@ -9,10 +9,9 @@ from headstart.checkpoints.recall import PAIR_BYTES, recall_prompt
 
 # Row lengths that are drawn from, up to each share of the run.
 STAGES = (
-    (0.10, (256,)),
-    (0.25, (256, 512)),
-    (0.45, (256, 512, 1024)),
-    (0.65, (512, 1024, 2048)),
+    (0.15, (128, 256)),
+    (0.30, (256, 512)),
+    (0.50, (256, 512, 1024, 2048)),
     (1.00, (512, 1024, 2048, 4096, 16384)),
 )
 LONGEST = 16_384
@@ -46,7 +45,7 @@ class Batches(Dataset):
         ids = torch.empty(rows, length + 1, dtype=torch.uint8)
         kinds = torch.full((rows, length), TEXT, dtype=torch.uint8)
         for row in range(rows):
-            if row < rows // 2:
+            if row < max(1, rows // 4):
                 start = rng.randrange(len(self.text) - length)
                 data = self.text[start : start + length + 1]
             else:
@@ -55,7 +54,7 @@ class Batches(Dataset):
         return ids, kinds
 
     def _recall_row(self, seed: str, length: int, rng: random.Random, kinds: torch.Tensor) -> bytes:
-        pairs = rng.randint(4, min(64, length // 20))
+        pairs = rng.randint(2, min(64, length // 16))
         prompt = recall_prompt(
             seed, length + 1, self.text, pairs=pairs, questions=rng.randint(pairs // 2, pairs)
         )

@@ -84,8 +84,8 @@ def train(options: argparse.Namespace) -> None:
         model.load_state_dict(load_file(options.init), strict=False)
         model.tie_weights()
     model.to(options.device).train()
-    if options.model == "tiny-gpt-oss":
-        training_paths.use(model)
+    training_paths.use(model)
+    torch.set_float32_matmul_precision("high")
     adam = optimizer(model, options.rate)
     data = Batches(
         text.train, options.steps, options.tokens, options.seed + (1 if options.init else 0),

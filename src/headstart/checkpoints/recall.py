@@ -1,18 +1,18 @@
 """Associative recall in bytes: pairs hidden in a text, asked for again at its end.
 
-A pair is `<key=value>`, two lower-case letters and two upper-case ones: `<qk=VT>`. The keys of a
-prompt are distinct, and the text around them holds no `<`, so a question `<qk=` has one answer.
-Questions have the form of the pairs, hence a model answers by predicting the bytes after `=`.
+A pair is a key of two lower-case letters and a value of two upper-case ones: `<qkVT>`. The keys of
+a prompt are distinct and the text around them holds no `<`, so a question `<qk` has one answer.
+Questions have the form of the pairs, hence a model answers by predicting the bytes after the key.
 
 Example::
 
     >>> prompt = recall_prompt(7, 512, b"And it came to pass in those days, ", pairs=4, questions=2)
-    >>> len(prompt.data), prompt.data[-7:]
-    (512, b'<el=AP>')
+    >>> len(prompt.data), prompt.data[-6:]
+    (512, b'<elAP>')
     >>> answer = prompt.answers[-1]
     >>> prompt.data[answer.start : answer.start + 2], answer.value
     (b'AP', b'AP')
-    >>> prompt.data.count(b"<el=AP>")
+    >>> prompt.data.count(b"<elAP>")
     2
     >>> answered(prompt, list(prompt.data[1:]))  # predictions that are always right
     [True, True]
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 __all__ = ["PAIR_BYTES", "Answer", "RecallPrompt", "answered", "recall_prompt"]
 
-PAIR_BYTES = len(b"<qk=VT>")
+PAIR_BYTES = len(b"<qkVT>")
 _KEYS = [(a + b).encode() for a in string.ascii_lowercase for b in string.ascii_lowercase]
 _VALUES = [(a + b).encode() for a in string.ascii_uppercase for b in string.ascii_uppercase]
 
@@ -92,8 +92,8 @@ def recall_prompt(
         position = hay.find(b" ", drawn, high) + 1 or drawn
         data += hay[copied:position]
         copied = position
-        value_starts.append(len(data) + 4)
-        data += b"<%b=%b>" % (key, value)
+        value_starts.append(len(data) + 3)
+        data += b"<%b%b>" % (key, value)
     data += hay[copied:] + b"\n"
 
     spread = max(1, questions - 1)
@@ -101,9 +101,9 @@ def recall_prompt(
     rng.shuffle(asked)
     answers = []
     for i in asked:
-        begin = len(data) + 4
+        begin = len(data) + 3
         answers.append(Answer(begin, values[i], begin - value_starts[i]))
-        data += b"<%b=%b>" % (keys[i], values[i])
+        data += b"<%b%b>" % (keys[i], values[i])
     return RecallPrompt(bytes(data), tuple(answers))
 
 
