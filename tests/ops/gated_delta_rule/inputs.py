@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import torch
-
 from tests.ops.gated_delta_rule import oracle
 
 INF = float("inf")

@@ -39,7 +39,7 @@ def raw_decay(x, a_log, dt_bias=None, lower_bound=None) -> np.ndarray:
 
 @dataclass
 class Replay:
-    """Outputs [T, HV, V] and the state [HV, K, V] after every count of tokens that was asked for."""
+    """Outputs [T, HV, V], and the state [HV, K, V] after each count of tokens asked for."""
 
     o: np.ndarray
     states: dict[int, np.ndarray]
@@ -52,12 +52,16 @@ class Replay:
 
 def replay(q, k, v, g, beta, *, scale=None, qk_l2norm=False, state=None, keep=()) -> Replay:
     """One sequence: q, k [T, H, K], v [T, HV, V], log decay g [T, HV] or [T, HV, K] or None, beta
-    [T, HV] or None, state [HV, K, V] or None; tensors or float64 arrays."""
+    [T, HV] or None, state [HV, K, V] or None; tensors or float64 arrays.
+
+    k that is normalised here is rounded to its dtype again, as the rounding points have it.
+    """
+    dtype = k.dtype
     q, k, v = (x if isinstance(x, np.ndarray) else wide(x) for x in (q, k, v))
     T, HV, V = v.shape
     K = q.shape[-1]
     if qk_l2norm:
-        q, k = normalised(q), normalised(k)
+        q, k = normalised(q), wide(torch.from_numpy(normalised(k)).to(dtype))
     q, k = (x.repeat(HV // q.shape[1], axis=1) for x in (q, k))
     if scale is None:
         scale = K**-0.5
@@ -111,18 +115,18 @@ def worst_row(found: torch.Tensor, expected: np.ndarray) -> float:
     return float((error / np.maximum(typical, 1e-30)).max())
 
 
-# dtype of q, k, v -> (relative L2 of outputs, the same of float32 states, worst row of outputs).
+# dtype -> relative L2 error and worst row, for float32 arithmetic that rounds once at the end.
 TOLERANCE = {
-    torch.float64: (1e-11, 1e-11, 1e-10),
-    torch.float32: (2e-6, 2e-6, 2e-5),
-    torch.float16: (2e-3, 1e-3, 1e-2),
-    torch.bfloat16: (1.5e-2, 8e-3, 8e-2),
+    torch.float64: (1e-13, 1e-12),
+    torch.float32: (1e-6, 1e-5),
+    torch.float16: (4e-4, 5e-3),
+    torch.bfloat16: (3e-3, 4e-2),
 }
 
 
 def expect_close(o: torch.Tensor, expected: np.ndarray, *, slack: float = 1.0) -> None:
     """Outputs agree with the oracle as far as their dtype allows: as a whole and row by row."""
-    most, _, row = TOLERANCE[o.dtype]
+    most, row = TOLERANCE[o.dtype]
     if not expected.size:
         assert o.shape == expected.shape
         return
@@ -130,7 +134,7 @@ def expect_close(o: torch.Tensor, expected: np.ndarray, *, slack: float = 1.0) -
     assert worst_row(o, expected) <= slack * row
 
 
-def expect_state(state, expected, dtype: torch.dtype, *, slack: float = 1.0) -> None:
-    """States agree with the oracle as far as the dtype of the inputs and their own allow."""
-    most = max(TOLERANCE[dtype][1], TOLERANCE[state.dtype][1])
+def expect_state(state, expected, *, slack: float = 1.0) -> None:
+    """States agree with the oracle as far as float32 arithmetic and their own dtype allow."""
+    most = TOLERANCE[state.dtype][0]
     assert relative(state, expected) <= slack * most

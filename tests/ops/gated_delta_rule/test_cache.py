@@ -145,7 +145,7 @@ def test_a_history_that_left_the_ring_is_nan_and_is_refused_back():
     positions, states, histories = cache.export([0])
     assert positions.tolist() == [64]
     assert histories.isnan().all()
-    with pytest.raises(ValueError, match="^histories: expected finite"):
+    with pytest.raises(ValueError, match=r"^histories: expected finite"):
         cache.load([1], positions, states, histories)
     assert cache.export([1])[0].tolist() == [0]
 
@@ -204,7 +204,7 @@ def test_wrong_slots_and_states_are_refused_and_nothing_changes(act, says):
 
 def test_a_cache_with_a_convolution_is_loaded_with_its_history():
     cache = cache_of(conv_channels=8)
-    with pytest.raises(ValueError, match="^histories: expected a tensor"):
+    with pytest.raises(ValueError, match=r"^histories: expected a tensor"):
         cache.load([1], [64], states_of(1))
     with pytest.raises(ValueError, match=r"^histories: expected \[N, width - 1, channels\]"):
         cache.load([1], [64], states_of(1), torch.zeros(1, 4, 8))
@@ -212,5 +212,5 @@ def test_a_cache_with_a_convolution_is_loaded_with_its_history():
 
 
 def test_a_state_that_is_no_tensor_is_named():
-    with pytest.raises(ValueError, match="^states: expected a tensor"):
+    with pytest.raises(ValueError, match=r"^states: expected a tensor"):
         cache_of().load([1], [64], [[0.0]])
