@@ -28,7 +28,9 @@ class Call(Protocol):
     """What `bind` returns: checked, canonical arguments of one call."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the call's tensors."""
+        ...
 
 
 @dataclass(frozen=True)

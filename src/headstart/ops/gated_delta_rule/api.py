@@ -52,19 +52,20 @@ def gated_delta_rule(
 
     Parameters
     ----------
-    q, k: [T, H, K], sequences end to end; float32, bfloat16 or float16, any strides but a contiguous
-        last dimension. [B, L, H, K] (with v, g, beta alike) are B sequences of length L.
+    q, k: [T, H, K], sequences end to end; float32, bfloat16 or float16, any strides but a
+        contiguous last dimension. [B, L, H, K] (v, g, beta alike) are B sequences of length L.
     v: [T, HV, V], HV a multiple of H, in q's dtype.
-    g: [T, HV], or [T, HV, K] per channel (KDA: exp(g) scales the rows of S); any float dtype, read as
-        float32; what it holds is the gate's matter. None: no decay.
+    g: [T, HV], or [T, HV, K] per channel (KDA: exp(g) scales the rows of S); any float dtype,
+        read as float32; what it holds is the gate's matter. None: no decay.
     beta: [T, HV], any float dtype, read as float32. None: 1.
-    schedule: a `Schedule`, or the lengths of sequences that start at position 0. None: one sequence.
+    schedule: a `Schedule`, or the lengths of sequences that start at position 0. None: one
+        sequence.
     state: the states before the call: a tensor [N, HV, K, V] (read only), a `Pool` (in place), or
         `cache.at(slots)` (canonical, in place; needs a Schedule). None: zeros.
     gate: how g and beta are to be read.
-    snapshots: where the schedule's snapshots go: a dtype (returned packed [M, HV, K, V], sequence by
-        sequence, rising positions), a `Pool` with write_slots [M], or `cache.at(slots)` with M slots.
-        None: they are not kept.
+    snapshots: where the schedule's snapshots go: a dtype (returned packed [M, HV, K, V], sequence
+        by sequence, rising positions), a `Pool` with write_slots [M], or `cache.at(slots)` with M
+        slots. None: they are not kept.
     return_state: return the new states [N, HV, K, V], float32 unless `state` is a tensor of another
         dtype. Not with a Pool or a cache.
     scale: factor of o; None: K**-0.5.
@@ -78,8 +79,8 @@ def gated_delta_rule(
 
     Returns
     -------
-    GatedDelta(o, state, snapshots): o [T, HV, V] (or [B, L, HV, V]) in q's dtype, rows past the last
-    sequence 0.
+    GatedDelta(o, state, snapshots): o [T, HV, V] (or [B, L, HV, V]) in q's dtype, rows past the
+    last sequence 0.
 
     Raises
     ------
@@ -209,8 +210,8 @@ def chunk_map(
     >>> L.flatten().tolist(), b.flatten().tolist()
     ([0.0, 0.0, 0.0, 1.0], [3.0, 0.0])
     """
-    T, H, K = k.shape if k.dim() == 3 else (0, 0, 0)
     expect_shape("k", k, "[T, H, K]", (None, None, None))
+    T, _, K = k.shape
     expect_shape("v", v, "[T, HV, V]", (T, None, None))
     if not isinstance(schedule, Schedule):
         schedule = Schedule(schedule, device=k.device)

@@ -51,7 +51,7 @@ class DeltaCache:
 
     >>> cache = DeltaCache(4, H=1, HV=2, K=16, V=16, dtype=torch.float32, device="cpu")
     >>> cache.bytes_per_slot
-    22672
+    22032
     """
 
     def __init__(

@@ -1,16 +1,16 @@
 """One chunk of 64 tokens for several heads at once, as a fixed sequence of matrix products.
 
-With Gamma_ij = exp(sum of g over j < m <= i) for i >= j, else 0, and Gamma_i0 from the chunk's start:
+With Gamma_ij = exp(sum of g over j < m <= i) for i >= j, else 0, Gamma_i0 from the chunk's start:
     A = strict_lower(beta_i (k_i . k_j) Gamma_ij)
     v_new = (I + A)^-1 beta (v - Gamma_i0 k S)
     o = Gamma_i0 q S + tril(q k^T Gamma) v_new
     S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
-[Gated Delta Networks, arXiv 2412.06464; (U - W S) of the usual form is v_new with the inverse applied
-once.] The sums in Gamma restart at every column j, so a decay of -316 or -inf outside (j, i] neither
-enters an entry nor costs it digits. Row i of every product looks at rows <= i alone.
+[Gated Delta Networks, arXiv 2412.06464; v_new is U - W S with the inverse applied once.] The sums
+in Gamma restart at every column j, so a decay of -316 or -inf outside (j, i] neither enters an
+entry nor costs it digits. Row i of every product looks at rows <= i alone.
 
-Arrays: U key heads, R value heads to each, L = U R lanes; every product has one shape, so a row's bits
-do not depend on what else is in the batch.
+Arrays: U key heads, R value heads to each, L = U R lanes; every product has one shape, so a row's
+bits do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -110,10 +110,7 @@ class Chunk:
 
     def products(self, want_out: bool, want_state: bool) -> None:
         """o of the chunk into `out`, and S after it into `state`."""
-        if self.per_channel:
-            gammas = self._channel_products()
-        else:
-            gammas = self._head_products()
+        gammas = self._channel_products() if self.per_channel else self._head_products()
         b = self.buffers
         U, R, C, V = b["rest"].shape
         rest = b["rest"].view(U * R, C, V)

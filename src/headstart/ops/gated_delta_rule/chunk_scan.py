@@ -1,7 +1,8 @@
 """All chunks of all sequences, one cache-sized group of heads after the other.
 
-A group is U key heads with their value heads, of one or several sequences. Its tiles are gathered from
-the packed tokens and, in a cache, from the tails; its state stays in a buffer from chunk to chunk.
+A group is U key heads with their value heads, of one or several sequences. Its tiles are gathered
+from the packed tokens and, in a cache, from the tails; its state stays in a buffer from chunk to
+chunk.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class GroupScan:
             self.buffers[name][run.units].zero_()
 
     def _fill(self, active: list[Run], count: int) -> None:
-        """Gather the chunk's rows: new tokens, normalised and gated, then the tail's as they are."""
+        """Gather the chunk: new tokens, normalised and gated, then the tail's as they are."""
         call, b = self.call, self.buffers
         partial = []
         for run in active:

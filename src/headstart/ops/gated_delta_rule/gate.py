@@ -16,10 +16,10 @@ class Gate:
     """What g and beta hold; made by `Gate.log`, `Gate.linear` or `Gate.raw`.
 
     The log decay of a token is g itself ("log"), log(g) ("linear"), or from a projection x = g
-    ("raw") -exp(a_log) softplus(x + dt_bias) [Gated Delta Networks, arXiv 2412.06464, after Mamba 2],
-    with a lower_bound lower_bound * sigmoid(exp(a_log) (x + dt_bias)) [Kimi Linear, arXiv 2510.26692].
-    beta is a "value" in [0, 1] (or [0, 2]), or a "logit" (sigmoid) or "logit2" (2 sigmoid).
-    All in float32.
+    ("raw") -exp(a_log) softplus(x + dt_bias) [Gated Delta Networks, arXiv 2412.06464, after Mamba
+    2], with a lower_bound lower_bound * sigmoid(exp(a_log) (x + dt_bias)) [Kimi Linear, arXiv
+    2510.26692]. beta is a "value" in [0, 1] (or [0, 2]), or a "logit" (sigmoid) or "logit2"
+    (2 sigmoid). All in float32.
 
     >>> import torch
     >>> Gate.linear().decay(torch.tensor([1.0, 0.0])).tolist()

@@ -1,10 +1,10 @@
 """The gated delta rule token by token, in the widest dtype around: it defines what is right.
 
-Per value head, with state S [K, V] (Gated Delta Networks, arXiv 2412.06464; per channel: Kimi Linear,
-arXiv 2510.26692):
+Per value head, with state S [K, V] (Gated Delta Networks, arXiv 2412.06464; per channel: Kimi
+Linear, arXiv 2510.26692):
     S <- exp(g) S          u = beta (v - S^T k)          S <- S + k u^T          o = scale S^T q
-float64 inputs are computed and kept in float64, all others in float32. With a cache every row from the
-canonical state on is computed again, so bits do not depend on the steps.
+float64 inputs are computed and kept in float64, all others in float32. With a cache every row from
+the canonical state on is computed again, so bits do not depend on the steps.
 """
 
 from __future__ import annotations

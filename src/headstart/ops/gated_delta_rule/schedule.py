@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -87,13 +88,13 @@ class Schedule:
         snapshot_positions: Sequence[Sequence[int]] | None = None,
         snapshot_every: int = 0,
     ) -> Schedule:
-        """Describe another step in place (arguments as for the class); nothing is kept by reference.
+        """Describe another step in place (arguments as for the class); all is copied before return.
 
         On an error the schedule stays as it was. Returns itself.
         """
         offsets = _offsets(lengths, cu_seqlens)
         count = len(offsets) - 1
-        steps = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+        steps = [end - begin for begin, end in pairwise(offsets)]
         starts = _per_sequence("start_positions", start_positions, count)
         if any(start < 0 for start in starts):
             raise ValueError(f"start_positions: expected positions >= 0, got {min(starts)}")
@@ -167,7 +168,7 @@ def _offsets(lengths: object, cu_seqlens: object) -> list[int]:
         offsets = host_ints("cu_seqlens", cu_seqlens)
         if not offsets or offsets[0] != 0:
             raise ValueError(f"cu_seqlens: expected a running sum from 0, got {offsets[:4]}")
-        if any(end < begin for begin, end in zip(offsets, offsets[1:], strict=False)):
+        if any(end < begin for begin, end in pairwise(offsets)):
             raise ValueError("cu_seqlens: expected a rising running sum, got a falling one")
         return offsets
     offsets = [0]

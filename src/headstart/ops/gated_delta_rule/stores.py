@@ -1,5 +1,4 @@
-"""Where states are read from and written to: tensors, pools, caches and snapshots, one head range
-at a time."""
+"""Where states are read and written, by head range: tensors, pools, caches, snapshots."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ class Stores:
     def allocate(call: GatedDeltaCall, wide: torch.dtype) -> Stores:
         """Outputs for `call`; `wide` is the dtype of states nobody gave a dtype."""
         _, HV, K, V = call.sizes
-        if call.out is None:
-            o = torch.empty(call.shape, dtype=call.q.dtype, device=call.device)
+        out = call.out
+        if out is None or not _packs(out):
+            packed = (call.q.shape[0], HV, V)
+            o = torch.empty(packed, dtype=call.q.dtype, device=call.device)
         else:
-            o = call.out
-        if len(call.shape) == 4:
-            o = o.view(-1, HV, V) if o.is_contiguous() else o.flatten(0, 1)
+            o = out.view(-1, HV, V) if out.dim() == 4 else out
         o[call.schedule.T :].zero_()
         state = snapshots = None
         if call.return_state:
@@ -47,8 +46,12 @@ class Stores:
     @property
     def result(self) -> GatedDelta:
         """What the caller gets."""
-        o = self.call.out if self.call.out is not None else self.o.view(self.call.shape)
-        return GatedDelta(o, self.state, self.snapshots)
+        out = self.call.out
+        if out is None:
+            out = self.o.view(self.call.shape)
+        elif not _packs(out):
+            out.copy_(self.o.view(self.call.shape))
+        return GatedDelta(out, self.state, self.snapshots)
 
     def read(self, step: SequenceStep, heads: slice) -> torch.Tensor | None:
         """The old state [heads, K, V] of a sequence, or None for zeros."""
@@ -105,6 +108,11 @@ class Stores:
     def tail_cache(self) -> DeltaCache | None:
         """The cache whose tails this call reads and writes."""
         return self.call.state.cache if isinstance(self.call.state, CacheSlots) else None
+
+
+def _packs(out: torch.Tensor) -> bool:
+    """Whether [B, L, HV, V] can be seen as [B L, HV, V]."""
+    return out.dim() == 3 or out.shape[0] < 2 or out.stride(0) == out.shape[1] * out.stride(1)
 
 
 def _store(pool: Pool, slot: int, heads: slice, value: torch.Tensor | None) -> None:

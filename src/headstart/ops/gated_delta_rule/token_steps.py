@@ -43,7 +43,7 @@ def advance(
 def _advance(
     call: GatedDeltaCall, steps: list[SequenceStep], stores: Stores, workspace: Workspace
 ) -> None:
-    H, HV, K, V = call.sizes
+    _, HV, K, V = call.sizes
     every = slice(0, HV)
     count = len(steps)
     S = workspace.buffer("states", (count, HV, K, V), torch.float32)
