@@ -2,10 +2,10 @@
 
 Source: one hour of conversations, 12,031 requests, of the Mooncake FAST'25 trace release
 (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0), replayed in order against an unbounded
-cache of 512-token blocks. A request's prefix is its run of leading blocks seen before, its new
-tokens are the rest. Requests that hit more than the first block (the system prompt that all share)
-were kept: 4,658. From these, 24 were drawn with replacement by Python's `random.Random(2024)`, each
-as `requests[int(rng.random() * len(requests))]`.
+cache of 512-token blocks. A request of n tokens hits its run of leading blocks seen before, at most
+64 floor((n - 1) / 64) tokens; its new tokens are the rest. Requests that hit more than the first
+block (the system prompt that all share) were kept: 4,658. From these, 24 were drawn with
+replacement by Python's `random.Random(2024)`, each as `requests[int(rng.random() * 4658)]`.
 """
 
 RESIDUAL_MIX = (
