@@ -328,7 +328,7 @@ def test_head_size_128_keeps_the_promise(rule, implementation, dtype):
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
-@pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (4, 8, 96, 64), (2, 4, 128, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (2, 4, 96, 64), (2, 4, 128, 128)], ids=str)
 def test_one_or_two_threads_give_the_same_bits(
     rule, implementation, threads_restored, sizes, per_channel
 ):

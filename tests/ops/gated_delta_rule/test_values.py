@@ -137,7 +137,8 @@ def test_q_and_k_may_be_normalised_inside(rule, dtype):
     found = rule(*x, qk_l2norm=True, return_state=True)
     expected = replay(x, qk_l2norm=True)
     expect_close(found.o, expected.o)
-    expect_state(found.state[0], expected.state)
+    # a key normalised in float32 may round to the other neighbour than one normalised in float64
+    expect_state(found.state[0], expected.state, slack=1 if dtype == torch.float32 else 200)
 
 
 def test_normalisation_adds_1e_6_to_the_sum_of_squares(rule):

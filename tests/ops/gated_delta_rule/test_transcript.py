@@ -1,0 +1,383 @@
+"""Sequences as they live in an engine, against a float64 replay of everything that happened.
+
+A seeded driver steps, decodes, verifies k drafts and accepts j, keeps snapshots, evicts them,
+reuses dirty slots, restores, preempts, moves states out and in, and cancels. Tokens form a tree: a
+node is one token after one past, so it must give the same bits whenever it is computed again, and
+it knows its own truth. Decays of -inf and -316 fall late in chunks; drafts run over borders.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from tests.ops.gated_delta_rule import oracle
+
+import headstart
+from headstart import DeltaCache, Schedule
+
+H, HV, K, V = 1, 2, 16, 24
+CHANNELS, WIDTH, DRAFTS = 6, 4, 7
+SLOTS, LIVE = 12, 5
+POOL = 1024  # inputs to draw from
+FIELDS = ("q", "k", "v", "g", "beta", "x")
+# dtype, arguments, per channel, relative error of a row, of a state; a key normalised in float32
+# may round to the other neighbour than one normalised in float64
+FORMS = {
+    "float32": (torch.float32, {}, False, 2e-6, 4e-6),
+    "bfloat16, normalised": (torch.bfloat16, {"qk_l2norm": True}, False, 1e-2, 1e-3),
+    "float16, per channel": (torch.float16, {"qk_l2norm": True}, True, 2e-3, 1e-4),
+}
+
+
+@dataclass(eq=False)
+class Token:
+    """One token after one past: its inputs, the truth about it, and the bits it gave first."""
+
+    inputs: dict[str, torch.Tensor]
+    state: np.ndarray
+    o: np.ndarray
+    y: np.ndarray
+    seen: torch.Tensor | None = None
+    seen_y: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request: the tokens in its slot, and those it has yet to bring (a prompt, a replay)."""
+
+    slot: int
+    tokens: list[Token] = field(default_factory=list)
+    todo: list[Token] = field(default_factory=list)
+    position: int = 0
+    end: int = 0
+
+
+class Engine:
+    """Runs one transcript."""
+
+    def __init__(self, rule, convolve, form: str, seed: int) -> None:
+        self.dtype, self.arguments, self.per_channel, self.row, self.most = FORMS[form]
+        self.rule, self.convolve = rule, convolve
+        self.dice, self.at = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(CHANNELS, WIDTH, generator=self.at).to(self.dtype)
+        self.pool, self.grown = self.draw(), 0
+        self.cache = self.new_cache(SLOTS)
+        self.live: list[Sequence] = []
+        self.snapshots: dict[int, list[Token]] = {}
+        self.preempted: list[list[Token]] = []
+        self.away: list[tuple[list[Token], tuple]] = []
+        self.free = list(range(SLOTS))
+
+    def new_cache(self, slots: int) -> DeltaCache:
+        return DeltaCache(
+            slots, H=H, HV=HV, K=K, V=V, per_channel=self.per_channel, dtype=self.dtype,
+            conv_channels=CHANNELS if self.convolve else 0, conv_width=WIDTH,
+            draft_tokens=DRAFTS, device="cpu",
+        )  # fmt: skip
+
+    # Tokens
+
+    def draw(self) -> dict[str, torch.Tensor]:
+        """The inputs of POOL tokens."""
+        q, k = torch.randn(2, POOL, H, K, generator=self.at)
+        if "qk_l2norm" not in self.arguments:
+            q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+        shape = (POOL, HV, K) if self.per_channel else (POOL, HV)
+        return {
+            "q": q.to(self.dtype),
+            "k": k.to(self.dtype),
+            "v": torch.randn(POOL, HV, V, generator=self.at).to(self.dtype),
+            "g": -(torch.rand(shape, generator=self.at) ** 4),
+            "beta": torch.rand(POOL, HV, generator=self.at),
+            "x": torch.randn(POOL, CHANNELS, generator=self.at).to(self.dtype),
+        }
+
+    def grow(self, past: list[Token]) -> Token:
+        """A new token after `past`, with its truth."""
+        inputs = {name: self.pool[name][self.grown % POOL] for name in FIELDS}
+        self.grown += 1
+        if len(past) % 64 >= 32 and self.dice.random() < 0.08:
+            inputs["g"] = inputs["g"].clone()
+            inputs["g"][self.dice.randrange(HV)] = self.dice.choice([-float("inf"), -316.0])
+        rows = {name: tensor[None] for name, tensor in inputs.items() if name != "x"}
+        before = past[-1].state if past else None
+        truth = oracle.replay(**rows, state=before, **self.arguments)
+        window = [token.inputs["x"] for token in past[-WIDTH + 1 :]] + [inputs["x"]]
+        window = oracle.wide(torch.stack(window))
+        y = (oracle.wide(self.weight).T[-len(window) :] * window).sum(0)
+        return Token(inputs, truth.state, truth.o[0], y * oracle.sigmoid(y))
+
+    # What can happen
+
+    def start(self) -> None:
+        """A new request: fresh, or one that shares a prefix with a kept snapshot."""
+        if len(self.live) == LIVE or not self.free:
+            return
+        sequence = Sequence(self.free.pop(self.dice.randrange(len(self.free))))
+        if self.preempted and self.dice.random() < 0.6:
+            wanted = self.preempted.pop()
+        elif self.snapshots and self.dice.random() < 0.7:
+            wanted = list(self.dice.choice(list(self.snapshots.values())))
+        else:
+            wanted = []
+        for _ in range(self.dice.choice([0, 1, 30, 100]) if wanted else 1):
+            wanted.append(self.grow(wanted))
+        hits = [
+            (len(kept), slot)
+            for slot, kept in self.snapshots.items()
+            if len(kept) < len(wanted) and wanted[: len(kept)] == kept
+        ]
+        if hits:
+            hit, slot = max(hits)
+            self.cache.copy([slot], [sequence.slot])
+            sequence.position = sequence.end = hit
+            sequence.tokens = wanted[:hit]
+        sequence.todo = wanted[len(sequence.tokens) :]
+        self.live.append(sequence)
+
+    def come_back(self) -> None:
+        """A state that was moved out returns to some slot."""
+        if not self.away or not self.free or len(self.live) == LIVE:
+            return
+        tokens, stored = self.away.pop()
+        sequence = Sequence(self.free.pop(), tokens, [], len(tokens), len(tokens))
+        self.cache.load([sequence.slot], *stored)
+        self.live.append(sequence)
+
+    def leave(self) -> None:
+        """Cancel or preempt a request, or move its state out; its slot stays dirty."""
+        if not self.live:
+            return
+        sequence = self.live.pop(self.dice.randrange(len(self.live)))
+        how = self.dice.choice(["cancel", "cancel and reset", "preempt", "preempt", "move"])
+        if how == "cancel and reset":
+            self.cache.reset([sequence.slot])
+        elif how == "preempt":
+            self.preempted.append(sequence.tokens + sequence.todo)
+        elif how == "move" and sequence.end and sequence.position >= sequence.end - DRAFTS:
+            stored = self.cache.export([sequence.slot])
+            assert stored[0].tolist() == [sequence.position]
+            self.away.append((sequence.tokens[: sequence.position], stored))
+        self.free.append(sequence.slot)
+
+    def evict(self) -> None:
+        if self.snapshots:
+            slot = self.dice.choice(list(self.snapshots))
+            del self.snapshots[slot]
+            self.free.append(slot)
+
+    def go_back(self) -> None:
+        """Drop some of the last tokens: regenerate."""
+        if self.live:
+            sequence = self.dice.choice(self.live)
+            oldest = sequence.position
+            if self.convolve:  # its history reaches back over the drafts, not over the tail
+                oldest = max(oldest, sequence.end - DRAFTS)
+            if oldest < len(sequence.tokens):
+                del sequence.tokens[self.dice.randint(oldest, len(sequence.tokens)) :]
+                sequence.todo = []
+
+    def call(self) -> None:
+        """One forward of some of the live requests."""
+        chosen = [sequence for sequence in self.live if self.dice.random() < 0.8]
+        self.dice.shuffle(chosen)
+        plans = [self.plan(sequence) for sequence in chosen]
+        slots = [sequence.slot for sequence in chosen]
+        if self.dice.random() < 0.2:  # a request that nobody keeps
+            past: list[Token] = []
+            for _ in range(self.dice.choice([1, 70])):
+                past.append(self.grow(past))
+            chosen.append(Sequence(-1))
+            plans.append((past, False, [], len(past)))
+            slots.append(-1)
+        kept, targets = [], []
+        for _, _, positions, _ in plans:
+            room = len(self.free) - len(targets) - 1
+            kept.append(positions[: max(room, 0)])
+            targets += [self.free[len(targets) + n] for n in range(len(kept[-1]))]
+        schedule = Schedule(
+            [len(tokens) for tokens, *_ in plans],
+            start_positions=[len(sequence.tokens) for sequence in chosen],
+            drafts=[drafts for _, drafts, *_ in plans],
+            snapshot_positions=kept,
+            device="cpu",
+        )
+        self.forward(chosen, plans, schedule, slots, targets)
+        targets = iter(targets)
+        for sequence, (tokens, drafts, _, accepted), positions in zip(
+            chosen, plans, kept, strict=True
+        ):
+            start = len(sequence.tokens)
+            sequence.end = start + len(tokens)
+            sequence.position = (start if drafts else sequence.end) // 64 * 64
+            path = sequence.tokens + tokens
+            for position in positions:
+                slot = next(targets)
+                self.free.remove(slot)
+                self.snapshots[slot] = path[:position]
+            sequence.tokens = path[: start + accepted]
+
+    def plan(self, sequence: Sequence):
+        """(tokens, whether drafts, snapshot positions, how many tokens stay)."""
+        start = len(sequence.tokens)
+        drafts = not sequence.todo and start > 0 and self.dice.random() < 0.5
+        count = self.dice.randint(1, DRAFTS) if drafts else self.dice.choice([0, 1, 1, 20, 64, 90])
+        tokens = sequence.todo[:count]
+        sequence.todo = sequence.todo[count:]
+        if not drafts and count == 1 and not tokens:
+            tokens = [self.grow(sequence.tokens)]
+        elif drafts or (not tokens and count):
+            for _ in range(count):
+                tokens.append(self.grow(sequence.tokens + tokens))
+        stop = start + len(tokens)
+        opening = start // 64 * 64
+        legal = [] if drafts else list(range(opening + 64, stop + 1, 64))
+        if opening >= sequence.end - DRAFTS or not self.convolve:
+            legal = [opening, *legal]
+        positions = [p for p in legal if p > 0 and self.dice.random() < 0.4]
+        return tokens, drafts, positions, self.dice.randint(0, count) if drafts else len(tokens)
+
+    def forward(self, chosen, plans, schedule, slots, targets) -> None:
+        """The layer: convolution, then the rule; every row against its truth and its bits."""
+        tokens = [token for brought, *_ in plans for token in brought]
+        rows = {
+            name: torch.stack([token.inputs[name] for token in tokens]) if tokens else pool[:0]
+            for name, pool in self.pool.items()
+        }
+        self.spoil(plans, rows)
+        state, keep = self.cache.at(slots), self.cache.at(targets)
+        x, y = rows.pop("x"), None
+        if self.convolve:
+            y = self.convolve(x, self.weight, schedule=schedule, state=state, snapshots=keep).y
+        found = self.rule(*rows.values(), schedule=schedule, state=state, snapshots=keep,
+                          **self.arguments).o  # fmt: skip
+        row = 0
+        for brought, *_ in plans:
+            clean = True
+            for token in brought:
+                clean = clean and bool(rows["v"][row].isfinite().all())
+                if clean:
+                    token.seen = self.same(token.seen, found[row], token.o)
+                    if y is not None:
+                        token.seen_y = self.same(token.seen_y, y[row], token.y)
+                row += 1
+
+    def spoil(self, plans, rows) -> None:
+        """NaN in some drafts that will be dropped."""
+        row = 0
+        for brought, drafts, _, accepted in plans:
+            if drafts and accepted < len(brought) and self.dice.random() < 0.2:
+                for name in ("k", "v", "g", "beta", "x"):
+                    rows[name][row + accepted : row + len(brought)] = torch.nan
+            row += len(brought)
+
+    def same(self, seen, found, truth):
+        """A row agrees with its truth, and with the bits it had before."""
+        distance = np.linalg.norm(oracle.wide(found) - truth)
+        assert distance <= self.row * (1 + np.linalg.norm(truth))
+        assert seen is None or torch.equal(seen, found)
+        return found.clone()
+
+    # Afterwards
+
+    def check(self, slots: list[int], paths: list[list[Token]]) -> None:
+        """Exported states and histories are those of the paths up to their positions."""
+        positions, states, histories = self.cache.export(slots)
+        for n, (position, path) in enumerate(zip(positions.tolist(), paths, strict=True)):
+            assert position == len(path)
+            truth = path[-1].state if path else np.zeros((HV, K, V))
+            distance = np.linalg.norm(oracle.wide(states[n]) - truth)
+            assert distance <= self.most * (1 + np.linalg.norm(truth))
+            if histories is not None and histories[n].isfinite().all():
+                window = [token.inputs["x"] for token in path[-WIDTH + 1 :]]
+                pad = [torch.zeros(CHANNELS, dtype=self.dtype)] * (WIDTH - 1 - len(window))
+                assert torch.equal(histories[n].to(self.dtype), torch.stack(pad + window))
+
+    def settle(self) -> None:
+        """Everything that is kept, once more: truth, history, and the bits of a cold prefill."""
+        self.live = [sequence for sequence in self.live if sequence.end]  # the others hold nothing
+        for sequence in self.live:
+            self.check([sequence.slot], [sequence.tokens[: sequence.position]])
+        for slot, path in self.snapshots.items():
+            self.check([slot], [path])
+            assert not self.cache.export([slot])[2].isnan().any() if self.convolve else True
+        kept = [(s.slot, s.tokens, s.position) for s in self.live]
+        kept += [(slot, path, len(path)) for slot, path in self.snapshots.items()]
+        for slot, path, position in kept:
+            state = self.cache.export([slot])[1]
+            path = path if len(path) >= position else path[:position]
+            cold = self.cache
+            self.cache = self.new_cache(1)
+            schedule = Schedule([len(path)], device="cpu")
+            self.forward([], [(path, False, [], 0)], schedule, [0], [])
+            if len(path) // 64 * 64 == position:
+                assert torch.equal(self.cache.export([0])[1], state)
+            self.cache = cold
+
+
+def live(rule, convolve, form, seed, turns):
+    engine = Engine(rule, convolve, form, seed)
+    acts = [engine.call] * 10 + [engine.start] * 4 + [engine.leave, engine.evict]
+    acts += [engine.come_back, engine.go_back]
+    for _ in range(turns):
+        engine.dice.choice(acts)()
+    engine.settle()
+    return engine
+
+
+@pytest.fixture
+def convolve(implementation):
+    if not hasattr(headstart, "causal_conv1d"):
+        pytest.skip("no convolution yet")
+
+    def run(*args, **kwargs):
+        return headstart.causal_conv1d(*args, implementation=implementation, **kwargs)
+
+    return run
+
+
+SEEDS = {"torch": 6, "reference": 1}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("part", range(4))
+def test_transcripts_of_the_rule_alone(rule, implementation, form, part):
+    for seed in range(SEEDS[implementation]):
+        live(rule, None, form, seed=1000 * part + seed, turns=30)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("part", range(8))
+def test_transcripts_with_the_convolution_in_the_same_cache(
+    rule, convolve, implementation, form, part
+):
+    for seed in range(SEEDS[implementation]):
+        live(rule, convolve, form, seed=1000 * part + seed + 500, turns=30)
+
+
+def test_the_driver_reaches_every_kind_of_event():
+    """A transcript test that never restores or rolls back proves nothing."""
+    seen = {"restored": 0, "drafts": 0, "dropped": 0, "snapshots": 0, "long": 0, "reused": 0}
+    dirty = set()
+
+    def watch(*args, schedule, state, snapshots, **kwargs):
+        seen["drafts"] += sum(schedule.drafts)
+        seen["snapshots"] += schedule.M
+        seen["long"] += sum(length > 64 for length in schedule.lengths)
+        for slot, start in zip(state.slots, schedule.starts, strict=True):
+            seen["reused"] += start == 0 and slot in dirty
+            dirty.add(slot)
+            if slot >= 0 and start > 0:
+                end = int(state.cache.tensors["end"][slot, 0])
+                held = int(state.cache.tensors["position"][slot, 0])
+                seen["dropped"] += start < end
+                seen["restored"] += start == end == held
+        return headstart.gated_delta_rule(
+            *args, schedule=schedule, state=state, snapshots=snapshots, **kwargs
+        )
+
+    for seed in range(5):
+        live(watch, None, "float32", seed=seed, turns=40)
+    assert all(count >= 5 for count in seen.values()), seen
