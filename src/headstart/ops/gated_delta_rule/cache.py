@@ -89,10 +89,12 @@ class DeltaCache:
         self.device = torch.device(device)
         layout = self._layout()
         if tensors is None:
-            self.tensors = {
-                name: torch.zeros(shape, dtype=kind, device=self.device)
-                for name, (_, shape, kind) in layout.items()
-            }
+            # Plain tensors even when made under inference mode: the cache outlives it.
+            with torch.inference_mode(False):
+                self.tensors = {
+                    name: torch.zeros(shape, dtype=kind, device=self.device)
+                    for name, (_, shape, kind) in layout.items()
+                }
             return
         if sorted(tensors) != sorted(layout):
             raise ValueError(f"tensors: expected {sorted(layout)}, got {sorted(tensors)}")

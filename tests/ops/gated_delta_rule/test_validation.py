@@ -1,0 +1,588 @@
+"""A caller's mistake gets one error that names the argument, before anything is written."""
+
+import inspect
+
+import pytest
+import torch
+from tests.ops.gated_delta_rule.inputs import draw
+
+import headstart
+from headstart import Declined, DeltaCache, Gate, Pool, Schedule, Workspace
+
+T, H, HV, K, V = 100, 2, 4, 16, 24
+SIZES = {"H": H, "HV": HV, "K": K, "V": V}
+
+
+def tensors(**changes) -> dict:
+    x = draw(T, H, HV, K, V, seed=1)
+    return {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta} | changes
+
+
+def new_cache(slots=4, **changes) -> DeltaCache:
+    return DeltaCache(slots, **SIZES | {"dtype": torch.float32, "device": "cpu"} | changes)
+
+
+def pool(slots=4, **changes) -> torch.Tensor:
+    return torch.zeros(slots, HV, K, V, **changes)
+
+
+def scheduled(lengths=(T,), **arguments) -> Schedule:
+    return Schedule(list(lengths), device="cpu", **arguments)
+
+
+def refused(says: str, function=headstart.gated_delta_rule, **arguments) -> str:
+    """The message of the ValueError, which begins with `says`."""
+    with pytest.raises(ValueError) as error:
+        function(**arguments)
+    message = str(error.value)
+    assert message.startswith(says), message
+    return message
+
+
+WRONG_TENSORS = {
+    "q of two dimensions": ({"q": torch.zeros(T, K)}, "q: expected [T, H, K]"),
+    "q no tensor": ({"q": [[1.0]]}, "q: expected a tensor, got list"),
+    "q None": ({"q": None}, "q: expected a tensor, got NoneType"),
+    "q of integers": ({"q": torch.zeros(T, H, K, dtype=torch.int32)}, "q: expected dtype"),
+    "k of other heads": (
+        {"k": torch.zeros(T, HV, K)},
+        "k: expected [T, H, K] = [100, 2, 16], got [100, 4, 16]",
+    ),
+    "k of other length": ({"k": torch.zeros(T - 1, H, K)}, "k: expected [T, H, K]"),
+    "k of other size": ({"k": torch.zeros(T, H, K + 1)}, "k: expected [T, H, K]"),
+    "k of other dtype": ({"k": torch.zeros(T, H, K).half()}, "k: expected dtype float32"),
+    "k not contiguous at the end": (
+        {"k": torch.zeros(T, K, H).mT},
+        "k: expected a contiguous last",
+    ),
+    "q not contiguous at the end": (
+        {"q": torch.zeros(T, K, H).mT},
+        "q: expected a contiguous last",
+    ),
+    "v not contiguous at the end": (
+        {"v": torch.zeros(T, V, HV).mT},
+        "v: expected a contiguous last",
+    ),
+    "k dense beside packed": ({"k": torch.zeros(1, T, H, K)}, "k: expected [T, H, K]"),
+    "v of two dimensions": ({"v": torch.zeros(T, V)}, "v: expected [T, HV, V]"),
+    "v of other length": ({"v": torch.zeros(T + 1, HV, V)}, "v: expected [T, HV, V]"),
+    "v of a number of heads that H does not divide": (
+        {"v": torch.zeros(T, 3, V)},
+        "v: expected HV a multiple of H = 2, got 3",
+    ),
+    "v of no heads": ({"v": torch.zeros(T, 0, V)}, "v: expected HV a multiple of H"),
+    "v of no channels": ({"v": torch.zeros(T, HV, 0)}, ""),
+    "v of other dtype": ({"v": torch.zeros(T, HV, V).bfloat16()}, "v: expected dtype float32"),
+    "g of key heads": (
+        {"g": torch.zeros(T, H)},
+        "g: expected [T, HV] = [100, 4], got [100, 2]",
+    ),
+    "g of other channels": ({"g": torch.zeros(T, HV, V)}, "g: expected [T, HV, K]"),
+    "g of one dimension": ({"g": torch.zeros(T)}, "g: expected"),
+    "g of integers": ({"g": torch.zeros(T, HV, dtype=torch.int64)}, "g: expected a float dtype"),
+    "g a number": ({"g": 0.5}, "g: expected a tensor, got float"),
+    "beta of key heads": ({"beta": torch.zeros(T, H)}, "beta: expected [T, HV]"),
+    "beta per channel": ({"beta": torch.zeros(T, HV, K)}, "beta: expected [T, HV]"),
+    "beta of booleans": (
+        {"beta": torch.zeros(T, HV, dtype=torch.bool)},
+        "beta: expected a float dtype",
+    ),
+    "k elsewhere": ({"k": torch.zeros(T, H, K, device="meta")}, "k: expected device cpu"),
+    "g elsewhere": ({"g": torch.zeros(T, HV, device="meta")}, "g: expected device cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_wrong_tensors_are_named(name):
+    changes, says = WRONG_TENSORS[name]
+    refused(says, **tensors(**changes))
+
+
+def test_dense_inputs_are_dense_together():
+    dense = {name: tensor[None] for name, tensor in tensors().items()}
+    headstart.gated_delta_rule(**dense)
+    refused("g: expected [B, L, HV]", **dense | {"g": dense["g"][0]})
+    refused("beta: expected [B, L, HV]", **dense | {"beta": dense["beta"][0]})
+    refused("v: expected [B, L, HV, V]", **dense | {"v": dense["v"][0]})
+    refused("schedule: expected None", **dense, schedule=[T])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"schedule": [T + 1]}, "schedule: expected at most T = 100 tokens, got 101"),
+        ({"schedule": scheduled([T, 1])}, "schedule: expected at most T = 100 tokens, got 101"),
+        ({"schedule": [-1]}, "lengths: expected lengths >= 0"),
+        ({"schedule": 100}, "lengths: expected"),
+        ({"schedule": scheduled(drafts=True)}, "schedule: drafts need a DeltaCache"),
+        ({"scale": "big"}, "scale: expected a number"),
+        ({"gate": "log"}, "gate: expected a Gate"),
+        ({"gate": None}, "gate: expected a Gate"),
+        ({"gate": Gate.raw(torch.zeros(H))}, "a_log: expected [HV] = [4], got [2]"),
+        ({"gate": Gate.raw(None)}, "a_log: expected a tensor"),
+        ({"gate": Gate.raw(torch.zeros(HV, device="meta"))}, "a_log: expected device cpu"),
+        ({"gate": Gate.raw(torch.zeros(HV), torch.zeros(H))}, "dt_bias: expected [HV]"),
+        ({"gate": Gate.raw(torch.zeros(HV), torch.zeros(HV, K))}, "dt_bias: expected [HV]"),
+        ({"gate": Gate.raw(torch.zeros(HV)), "g": None}, "g: expected a tensor with Gate.raw"),
+        ({"implementation": "fast"}, "implementation: expected one of"),
+        ({"snapshots": torch.int32}, "snapshots: expected a float dtype"),
+        ({"snapshots": "float32"}, "snapshots: expected None, a dtype"),
+        ({"snapshots": True}, "snapshots: expected None, a dtype"),
+        ({"state": "zeros"}, "state: expected None, a tensor, a Pool or cache.at(slots), got str"),
+        ({"state": new_cache()}, "state: expected None, a tensor, a Pool or cache.at(slots)"),
+        ({"workspace": Workspace("meta")}, "workspace: expected device cpu"),
+        ({"workspace": 1000}, "workspace: expected a Workspace"),
+        ({"out": torch.zeros(T, HV, K)}, "out: expected the shape of o = [100, 4, 24]"),
+        ({"out": torch.zeros(T, HV, V).half()}, "out: expected dtype float32"),
+        ({"out": torch.zeros(T, V, HV).mT}, "out: expected a contiguous last dimension"),
+        ({"out": torch.zeros(T, HV, V, device="meta")}, "out: expected device cpu"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(arguments, says):
+    refused(says, **tensors() | arguments)
+
+
+def test_gates_refuse_what_they_cannot_mean():
+    for make, says in (
+        (lambda: Gate.log(beta="sigmoid"), "beta: expected one of"),
+        (lambda: Gate.raw(torch.zeros(4), beta="none"), "beta: expected one of"),
+        (lambda: Gate.raw(torch.zeros(4), lower_bound=0.0), "lower_bound: expected a number below"),
+        (lambda: Gate.raw(torch.zeros(4), lower_bound=5.0), "lower_bound: expected a number below"),
+        (lambda: Gate.raw(torch.zeros(4), lower_bound=float("nan")), "lower_bound: expected"),
+    ):
+        with pytest.raises(ValueError) as error:
+            make()
+        assert str(error.value).startswith(says)
+
+
+# States
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (pool(2), "state: expected [N, HV, K, V] = [1, 4, 16, 24], got [2, 4, 16, 24]"),
+        (pool(1).mT, "state: expected [N, HV, K, V]"),
+        (pool(1, dtype=torch.int32), "state: expected dtype"),
+        (pool(1, device="meta"), "state: expected device cpu"),
+        (Pool(pool().mT, [0]), "state: expected [S, HV, K, V]"),
+        (Pool(pool(), [0], layout="vk"), "state: expected [S, HV, V, K]"),
+        (Pool(pool(dtype=torch.int32), [0]), "state: expected dtype"),
+        (Pool(pool(device="meta"), [0]), "state: expected device cpu"),
+        (Pool([1.0], [0]), "state: expected a tensor"),
+        (Pool(pool()), "write_slots: expected slots"),
+        (Pool(pool(), [0, 1]), "read_slots: expected 1 slots, got 2"),
+        (Pool(pool(), [4]), "read_slots: expected slots in [0, 4) or -1, got 4"),
+        (Pool(pool(), [-2]), "read_slots: expected slots in [0, 4) or -1, got -2"),
+        (Pool(pool(), [0.0]), "read_slots: expected integers"),
+        (Pool(pool(), torch.zeros(1)), "read_slots: expected dtype int32 or int64"),
+        (Pool(pool(), [0], [4]), "write_slots: expected slots in"),
+        (Pool(pool(), [0], [1, 2]), "write_slots: expected 1 slots, got 2"),
+        (Pool(pool(), [0], present=[True, False]), "present: expected 1 flags, got 2"),
+        (new_cache(H=1).at([0]), "state: expected a cache with [H, HV, K, V] = [2, 4, 16, 24]"),
+        (new_cache(K=24).at([0]), "state: expected a cache with [H, HV, K, V]"),
+        (new_cache(dtype=torch.bfloat16).at([0]), "state: expected a cache of dtype"),
+        (new_cache(per_channel=True).at([0]), "g: expected a decay per channel"),
+        (new_cache(device="meta").at([0]), "state: expected device cpu"),
+        (new_cache().at([0, 1]), "state: expected 1 slots, got 2"),
+        (new_cache().at([4]), "state: expected slots in [0, 4) or -1, got 4"),
+        (new_cache().at([-2]), "state: expected slots in [0, 4) or -1, got -2"),
+        (new_cache().at(0), "state: expected a list or tensor of integers"),
+    ],
+    ids=range(27),
+)
+def test_wrong_states_are_named(state, says):
+    refused(says, **tensors(), schedule=scheduled(), state=state)
+
+
+def test_a_pool_has_a_layout():
+    with pytest.raises(ValueError, match=r"^layout: expected one of \['kv', 'vk'\], got 'hv'"):
+        Pool(pool(), [0], layout="hv")
+
+
+def test_a_cache_needs_a_schedule():
+    """Without one nobody says where the sequences stand."""
+    for arguments in ({}, {"schedule": [T]}):
+        refused(
+            "schedule: expected a Schedule", **tensors(), state=new_cache().at([0]), **arguments
+        )
+
+
+def test_states_in_place_do_not_come_back_too():
+    for state in (Pool(pool(), [0]), new_cache().at([0])):
+        refused(
+            "return_state: expected False",
+            **tensors(),
+            schedule=scheduled(),
+            state=state,
+            return_state=True,
+        )
+
+
+def test_a_cache_is_reproducible_or_nothing():
+    refused(
+        "reproducible: expected True with a DeltaCache",
+        **tensors(),
+        schedule=scheduled(),
+        state=new_cache().at([0]),
+        reproducible=False,
+    )
+
+
+TWO = {"schedule": scheduled([60, 40])}
+
+
+@pytest.mark.parametrize(
+    ("state", "snapshots", "says"),
+    [
+        (Pool(pool(), [1, 1]), None, "state: expected every slot to be written once"),
+        (Pool(pool(), [0, 1], [2, 2]), None, "state: expected every slot to be written once"),
+        (Pool(pool(), [0, 1], [1, 2]), None, "state: slot 1 is written for sequence 0 and read"),
+        (new_cache().at([3, 3]), None, "state: expected every slot to be written once"),
+        (new_cache().at(torch.tensor([3, 3])), None, "state: expected every slot to be written"),
+    ],
+    ids=range(5),
+)
+def test_two_sequences_may_not_share_a_slot(state, snapshots, says):
+    refused(says, **tensors(), **TWO, state=state)
+    keep = [-1, -1]
+    free = Pool(pool(), keep) if isinstance(state, Pool) else new_cache().at(keep)
+    headstart.gated_delta_rule(**tensors(), **TWO, state=free)
+
+
+def test_reading_one_slot_twice_is_fine():
+    headstart.gated_delta_rule(**tensors(), **TWO, state=Pool(pool(), [1, 1], [2, 3]))
+
+
+# Snapshots
+
+
+def kept(**arguments) -> Schedule:
+    return scheduled([T], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "snapshots", "says"),
+    [
+        (kept(snapshot_every=64), Pool(pool(), [0]), "snapshots: expected a Pool with write_slots"),
+        (kept(snapshot_every=64), Pool(pool(), write_slots=[0, 1]), "snapshots: expected 1 slots"),
+        (kept(snapshot_every=64), Pool(pool(), write_slots=[4]), "snapshots: expected slots in"),
+        (kept(snapshot_every=64), Pool(pool().mT, write_slots=[0]), "snapshots: expected [S, HV,"),
+        (kept(snapshot_every=64), new_cache().at([0, 1]), "snapshots: expected 1 slots, got 2"),
+        (kept(snapshot_every=64), new_cache().at([9]), "snapshots: expected slots in"),
+        (kept(snapshot_every=64), new_cache(V=16).at([0]), "snapshots: expected a cache with"),
+        (
+            kept(start_positions=60, snapshot_every=64),
+            new_cache().at([1, 1]),
+            "snapshots: expected every slot to be written once",
+        ),
+        (
+            kept(start_positions=60, snapshot_every=64),
+            Pool(pool(), write_slots=[1, 1]),
+            "snapshots: expected every slot to be written once",
+        ),
+        (
+            kept(start_positions=70, snapshot_positions=[[64]]),
+            torch.float32,
+            "snapshot_positions: position 64 lies before the plain state at 70",
+        ),
+    ],
+    ids=range(10),
+)
+def test_wrong_snapshots_are_named(schedule, snapshots, says):
+    refused(says, **tensors(), schedule=schedule, snapshots=snapshots)
+
+
+def test_a_snapshot_may_not_lie_where_a_sequence_lives():
+    cache = new_cache()
+    refused(
+        "snapshots: expected slots that no sequence uses in this call, got [2]",
+        **tensors(),
+        schedule=kept(snapshot_every=64),
+        state=cache.at([2]),
+        snapshots=cache.at([2]),
+    )
+    memory = pool()
+    refused(
+        "snapshots: expected slots that no sequence uses in this call, got [2]",
+        **tensors(),
+        schedule=kept(snapshot_every=64),
+        state=Pool(memory, [2]),
+        snapshots=Pool(memory, write_slots=[2]),
+    )
+
+
+# Starts
+
+
+def filled(implementation) -> DeltaCache:
+    """Slot 1 holds 100 tokens: its state stands at 64."""
+    cache = new_cache(draft_tokens=8)
+    headstart.gated_delta_rule(
+        **tensors(), schedule=scheduled(), state=cache.at([1]), implementation=implementation
+    )
+    return cache
+
+
+@pytest.mark.parametrize("start", [1, 63, 101, 128, 10**9])
+def test_a_start_outside_the_tail_is_refused_before_anything_is_written(implementation, start):
+    cache = filled(implementation)
+    before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
+    out = torch.full((T, HV, V), 7.0)
+    message = refused(
+        "start_positions: ",
+        **tensors(),
+        schedule=scheduled([60, 40], start_positions=[0, start]),
+        state=cache.at([0, 1]),
+        out=out,
+        implementation=implementation,
+    )
+    assert str(start) in message
+    assert (out == 7).all()
+    assert all(torch.equal(cache.tensors[name], before[name]) for name in before)
+
+
+def test_an_empty_slot_starts_at_0_only(implementation):
+    refused(
+        "start_positions: ",
+        **tensors(),
+        schedule=scheduled(start_positions=64),
+        state=filled(implementation).at([3]),
+        implementation=implementation,
+    )
+
+
+@pytest.mark.parametrize("start", [0, 64, 99, 100])
+def test_a_start_within_the_tail_is_legal(implementation, start):
+    headstart.gated_delta_rule(
+        **tensors(),
+        schedule=scheduled(start_positions=start),
+        state=filled(implementation).at([1]),
+        implementation=implementation,
+    )
+
+
+def test_a_draft_step_is_short(implementation):
+    cache = filled(implementation)
+    few = {name: tensor[:9] for name, tensor in tensors().items()}
+    before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
+    message = refused(
+        "schedule: expected at most draft_tokens = 8 tokens",
+        **few,
+        schedule=scheduled([9], start_positions=100, drafts=True),
+        state=cache.at([1]),
+        implementation=implementation,
+    )
+    assert "got 9" in message
+    assert all(torch.equal(cache.tensors[name], before[name]) for name in before)
+    none = new_cache(draft_tokens=0)
+    refused("schedule: expected at most draft_tokens = 0", **few,
+            schedule=scheduled([9], drafts=True), state=none.at([0]))  # fmt: skip
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_gradients_are_an_error_only_where_they_would_be_recorded(name, implementation):
+    changed = tensors()
+    changed[name] = changed[name].clone().requires_grad_()
+    message = refused(f"{name}: requires grad", **changed, implementation=implementation)
+    assert "torch.inference_mode" in message
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            o = headstart.gated_delta_rule(**changed, implementation=implementation).o
+        assert not o.requires_grad
+
+
+@pytest.mark.parametrize("which", ["state", "a_log", "dt_bias"])
+def test_gradients_of_states_and_gate_parameters_are_an_error_too(which):
+    parameter = pool(1) if which == "state" else torch.zeros(HV)
+    parameter.requires_grad_()
+    arguments = {
+        "state": {"state": parameter},
+        "a_log": {"gate": Gate.raw(parameter)},
+        "dt_bias": {"gate": Gate.raw(torch.zeros(HV), parameter)},
+    }[which]
+    refused(f"{which}: requires grad", **tensors(), **arguments)
+    with torch.no_grad():
+        headstart.gated_delta_rule(**tensors(), **arguments)
+
+
+def test_the_cache_may_be_filled_under_inference_mode_and_used_outside(implementation):
+    with torch.inference_mode():
+        cache = filled(implementation)
+    headstart.gated_delta_rule(
+        **tensors(),
+        schedule=scheduled(start_positions=100),
+        state=cache.at([1]),
+        implementation=implementation,
+    )
+
+
+# HEADSTART_CHECK=1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"q": torch.full((T, H, K), torch.nan)}, "q: expected finite"),
+        ({"k": torch.full((T, H, K), torch.inf)}, "k: expected finite"),
+        ({"v": torch.full((T, HV, V), torch.nan)}, "v: expected finite"),
+        ({"beta": torch.full((T, HV), torch.nan)}, "beta: expected finite"),
+        ({"g": torch.full((T, HV), 0.1)}, "g: expected a log decay <= 0"),
+        ({"g": torch.full((T, HV), torch.nan)}, "g: expected a log decay <= 0"),
+        ({"gate": Gate.linear()}, "g: expected a decay in [0, 1]"),
+        ({"gate": Gate.linear(), "g": torch.full((T, HV), 1.5)}, "g: expected a decay in [0, 1]"),
+        (
+            {"gate": Gate.raw(torch.zeros(HV)), "g": torch.full((T, HV), torch.inf)},
+            "g: expected fin",
+        ),
+    ],
+    ids=range(9),
+)
+def test_checks_look_at_values_when_asked(monkeypatch, changes, says):
+    headstart.gated_delta_rule(**tensors(**changes))
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    refused(says, **tensors(**changes))
+    headstart.gated_delta_rule(**tensors())
+    x = tensors()
+    x["g"][:, 0] = -torch.inf
+    headstart.gated_delta_rule(**x)
+
+
+def test_checks_look_only_at_rows_that_belong_to_a_sequence(monkeypatch):
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    x = tensors()
+    for tensor in x.values():
+        tensor[60:] = torch.nan
+    headstart.gated_delta_rule(**x, schedule=[60])
+
+
+# Declining, explaining, scratch
+
+
+def test_float64_is_for_the_reference_alone():
+    x = {name: tensor.double() for name, tensor in tensors().items()}
+    assert headstart.gated_delta_rule(**x, implementation="reference").o.dtype == torch.float64
+    for implementation in (None, "torch"):
+        with pytest.raises(Declined, match=r"gated_delta_rule.*float64"):
+            headstart.gated_delta_rule(**x, implementation=implementation)
+    rows = {name: (accepted, says) for name, accepted, says in
+            headstart.explain("gated_delta_rule", **x)}  # fmt: skip
+    assert rows["torch"][0] is False
+    assert "float64" in rows["torch"][1]
+    assert rows["reference"][0] is True
+
+
+def test_an_implementation_that_does_not_exist_here_declines_by_name():
+    with pytest.raises(Declined):
+        headstart.gated_delta_rule(**tensors(), implementation="hopper")
+
+
+def test_declined_is_a_not_implemented_error():
+    assert issubclass(Declined, NotImplementedError)
+
+
+def test_explain_tells_who_would_run():
+    rows = headstart.explain("gated_delta_rule", **tensors())
+    assert rows[0][:2] == ("torch", True)
+    assert rows[-1][:2] == ("reference", True)
+    assert all(isinstance(sentence, str) and sentence for _, _, sentence in rows)
+    with pytest.raises(ValueError, match=r"^name: expected one of"):
+        headstart.explain("gated_rule")
+    with pytest.raises(ValueError, match=r"^k: expected"):
+        headstart.explain("gated_delta_rule", **tensors(k=torch.zeros(3, H, K)))
+
+
+def calls():
+    """Calls of every kind, with the arguments of each."""
+    x = tensors()
+    yield "plain", x
+    yield "states", x | {"state": pool(1), "return_state": True}
+    yield "reproducible", x | {"reproducible": True, "return_state": True}
+    yield "normalised", x | {"qk_l2norm": True}
+    yield "ragged", x | {"schedule": [1, 0, 64, 30]}
+    yield "per channel", x | {"g": torch.zeros(T, HV, K)}
+    yield "cache", x | {"schedule": kept(snapshot_every=64), "state": new_cache().at([0]),
+                        "snapshots": torch.float32}  # fmt: skip
+    yield "empty", {name: tensor[:0] for name, tensor in x.items()}
+    yield "half", {name: tensor.bfloat16() for name, tensor in x.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, _ in calls()])
+def test_workspace_bytes_is_what_a_call_takes(implementation, name):
+    arguments = dict(calls())[name] | {"implementation": implementation}
+    expected = headstart.workspace_bytes("gated_delta_rule", **arguments)
+    workspace = Workspace("cpu")
+    headstart.gated_delta_rule(**arguments, workspace=workspace)
+    assert workspace.bytes == expected
+    if implementation == "torch" and name != "empty":
+        assert expected > 0
+
+
+def test_workspace_bytes_and_explain_take_meta_tensors():
+    meta = {name: tensor.to("meta") for name, tensor in tensors().items()}
+    on_cpu = headstart.workspace_bytes("gated_delta_rule", **tensors(), implementation="torch")
+    on_meta = headstart.workspace_bytes("gated_delta_rule", **meta, implementation="torch")
+    assert on_meta == on_cpu
+    assert headstart.workspace_bytes("gated_delta_rule", **meta) > 0
+    assert any(accepted for _, accepted, _ in headstart.explain("gated_delta_rule", **meta))
+
+
+def test_scratch_is_bounded_whatever_the_length():
+    """72 KiB of scratch a token is what others take; ours stops growing."""
+    sizes = []
+    for length in (4096, 65536, 1048576):
+        x = {
+            name: torch.zeros(length, *tensor.shape[1:], device="meta")
+            for name, tensor in tensors().items()
+        }
+        sizes.append(
+            headstart.workspace_bytes(
+                "gated_delta_rule", **x, implementation="torch", schedule=[length]
+            )
+        )
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_a_second_call_takes_no_more():
+    workspace = Workspace("cpu")
+    headstart.gated_delta_rule(**tensors(), workspace=workspace)
+    held = workspace.bytes
+    headstart.gated_delta_rule(**tensors(), workspace=workspace)
+    assert workspace.bytes == held
+    workspace.release()
+    assert workspace.bytes == 0
+
+
+def test_the_signature_is_that_of_the_design():
+    parameters = inspect.signature(headstart.gated_delta_rule).parameters
+    assert list(parameters) == [
+        "q", "k", "v", "g", "beta", "schedule", "state", "gate", "snapshots", "return_state",
+        "scale", "qk_l2norm", "reproducible", "implementation", "workspace", "out",
+    ]  # fmt: skip
+    keyword = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert keyword == list(parameters)[5:]
+
+
+def test_the_host_never_reads_a_device_value_of_a_plain_call(rule):
+    """No .item(), .tolist() or copy between launches: every Tensor.item call is counted."""
+    x = tensors()
+    count = 0
+    original = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__")}
+
+    def counted(name):
+        def run(self, *args):
+            nonlocal count
+            count += 1
+            return original[name](self, *args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in original:
+            patch.setattr(torch.Tensor, name, counted(name))
+        rule(**x, schedule=[60, 40], return_state=True, qk_l2norm=True)
+    assert count == 0
