@@ -9,6 +9,8 @@ the canonical state on is computed again, so bits do not depend on the steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from headstart.ops.gated_delta_rule.schedule import CHUNK
@@ -40,7 +42,7 @@ def _sequence(call: GatedDeltaCall, step: SequenceStep, stores: Stores, wide: to
     heads = slice(0, HV)
     state = torch.zeros(HV, K, V, dtype=wide)
     if (old := stores.read(step, heads)) is not None:
-        state = old.to(wide, copy=True)
+        state.copy_(old)  # contiguous whatever the old strides: sums keep their order
     _reached(step, stores, step.base, state)
     if step.fold == step.base:
         stores.write(step, heads, state)
@@ -54,7 +56,7 @@ def _sequence(call: GatedDeltaCall, step: SequenceStep, stores: Stores, wide: to
             q, k, v, decay, beta = _new_row(call, step.row + position - step.start, wide)
             if position >= step.fold:
                 _keep_row(step, stores, position, k, v, decay, beta)
-        state = state * decay.exp().reshape(HV, -1, 1)
+        state = state * _alone(torch.exp, decay).reshape(HV, -1, 1)
         u = beta[:, None] * (v - (state * k[:, :, None]).sum(1))
         state = state + k[:, :, None] * u[:, None, :]
         if q is not None:
@@ -84,15 +86,26 @@ def _new_row(call: GatedDeltaCall, row: int, wide: torch.dtype) -> tuple[torch.T
     if call.g is None:
         decay = torch.zeros(HV, *([K] if call.per_channel else []), dtype=wide)
     else:
-        a_log = call.gate.a_log
-        if a_log is not None and call.per_channel:
-            a_log = a_log[:, None]
-        decay = call.gate.decay(call.g[row].to(wide), a_log)
+        gate, g = call.gate, call.g[row].to(wide)
+        parameters = [p for p in (gate.a_log, gate.dt_bias) if p is not None]
+        if gate.a_log is not None and call.per_channel:
+            parameters[0] = parameters[0][:, None].expand_as(g)
+        decay = _alone(gate.decay, g, *parameters)
     if call.beta is None:
         beta = torch.ones(HV, dtype=wide)
     else:
-        beta = call.gate.strength(call.beta[row].to(wide))
+        beta = _alone(call.gate.strength, call.beta[row].to(wide))
     return q, k, v, decay, beta
+
+
+def _alone(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+    """An elementwise function whose bits do not depend on how many heads are beside one.
+
+    PyTorch computes whole vectors and the rest of a row by different code; here every value fills
+    its own vectors.
+    """
+    wide = (value[..., None].expand(*value.shape, 16).contiguous() for value in values)
+    return function(*wide)[..., 0]
 
 
 def _tail_row(
