@@ -1,0 +1,5 @@
+"""`python -m headstart.cli`, where no `headstart` is on the path."""
+
+from headstart.cli import main
+
+main()

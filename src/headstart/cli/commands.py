@@ -1,0 +1,71 @@
+"""The group of commands: loads the one asked for, and turns every mistake into one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from headstart.runtime.dispatch import Declined
+
+COMMANDS = ("cases", "env", "explain", "prefill")
+
+
+class Commands(click.Group):
+    """Commands by name, each the `command` of the module of that name, loaded when needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command called `cmd_name`, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"headstart.cli.{cmd_name}").command
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
+        """Run and exit; mistakes of the caller give one line on stderr and exit code 2."""
+        options["standalone_mode"] = False
+        try:
+            code = super().main(args, *rest, **options)
+        except click.ClickException as error:
+            _fail(error.format_message())
+        except (ValueError, Declined, MissingExtra) as error:
+            _fail(str(error))
+        except (KeyboardInterrupt, click.Abort):
+            print("headstart: interrupted", file=sys.stderr)
+            sys.exit(130)
+        except BrokenPipeError:
+            # The reader has gone; the interpreter must not try to flush to it on its way out.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        sys.exit(code or 0)
+
+
+class MissingExtra(Exception):
+    """A command needs packages of an extra that is not installed."""
+
+
+def need(extra: str, *modules: str) -> None:
+    """Raise `MissingExtra` unless the modules of an extra can be imported."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtra(
+            f"this command needs {' and '.join(missing)}: pip install 'headstart[{extra}]'"
+        )
+
+
+def _fail(message: str) -> NoReturn:
+    print("headstart: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="headstart")
+def headstart() -> None:
+    """Prefill of hybrid-attention language models; a prefix-cache hit is a cold prefill."""
