@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import softplus
+
+from headstart.ops.activations import sigmoid, softplus
 
 KINDS = ("log", "linear", "raw")
 BETAS = ("value", "logit", "logit2")
@@ -85,12 +86,12 @@ class Gate:
         if dt_bias is not None:
             g = g + dt_bias.to(g.dtype)
         if self.lower_bound is not None:
-            return self.lower_bound * torch.sigmoid(rate * g)
+            return self.lower_bound * sigmoid(rate * g)
         return -rate * softplus(g)
 
     def strength(self, beta: torch.Tensor) -> torch.Tensor:
         """beta as a value, from a float32 or float64 tensor, in its dtype and shape."""
         if self.beta == "value":
             return beta
-        strength = torch.sigmoid(beta)
+        strength = sigmoid(beta)
         return strength if self.beta == "logit" else 2 * strength

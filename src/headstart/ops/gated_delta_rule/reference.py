@@ -9,8 +9,6 @@ the canonical state on is computed again, so bits do not depend on the steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from headstart.ops.gated_delta_rule.schedule import CHUNK
@@ -56,7 +54,7 @@ def _sequence(call: GatedDeltaCall, step: SequenceStep, stores: Stores, wide: to
             q, k, v, decay, beta = _new_row(call, step.row + position - step.start, wide)
             if position >= step.fold:
                 _keep_row(step, stores, position, k, v, decay, beta)
-        state = state * _alone(torch.exp, decay).reshape(HV, -1, 1)
+        state = state * decay.exp().reshape(HV, -1, 1)
         u = beta[:, None] * (v - (state * k[:, :, None]).sum(1))
         state = state + k[:, :, None] * u[:, None, :]
         if q is not None:
@@ -86,26 +84,15 @@ def _new_row(call: GatedDeltaCall, row: int, wide: torch.dtype) -> tuple[torch.T
     if call.g is None:
         decay = torch.zeros(HV, *([K] if call.per_channel else []), dtype=wide)
     else:
-        gate, g = call.gate, call.g[row].to(wide)
-        parameters = [p for p in (gate.a_log, gate.dt_bias) if p is not None]
-        if gate.a_log is not None and call.per_channel:
-            parameters[0] = parameters[0][:, None].expand_as(g)
-        decay = _alone(gate.decay, g, *parameters)
+        a_log = call.gate.a_log
+        if a_log is not None and call.per_channel:
+            a_log = a_log[:, None]
+        decay = call.gate.decay(call.g[row].to(wide), a_log)
     if call.beta is None:
         beta = torch.ones(HV, dtype=wide)
     else:
-        beta = _alone(call.gate.strength, call.beta[row].to(wide))
+        beta = call.gate.strength(call.beta[row].to(wide))
     return q, k, v, decay, beta
-
-
-def _alone(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
-    """An elementwise function whose bits do not depend on how many heads are beside one.
-
-    PyTorch computes whole vectors and the rest of a row by different code; here every value fills
-    its own vectors.
-    """
-    wide = (value[..., None].expand(*value.shape, 16).contiguous() for value in values)
-    return function(*wide)[..., 0]
 
 
 def _tail_row(

@@ -97,8 +97,11 @@ def bind(
     out: torch.Tensor | None,
 ) -> GatedDeltaCall:
     """Check the arguments of `gated_delta_rule`; raises ValueError naming the first wrong one."""
+    if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
+        raise ValueError("schedule: expected a Schedule with a cache, since it holds positions")
     shape, (q, k, v, g, beta), schedule = _packed(q, k, v, g, beta, schedule)
     expect_no_gradients("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta)
+    _expect_no_other_gradients(state, gate, snapshots, out)
     T, H, K = q.shape
     HV, V = v.shape[1:]
     if schedule.T > T:
@@ -115,8 +118,7 @@ def bind(
     if any(schedule.drafts) and not cached:
         raise ValueError("schedule: drafts need a DeltaCache, since a plain state cannot roll back")
     kept = _snapshot_slots(snapshots, schedule, (H, HV, K, V), q, cached)
-    same = isinstance(state, CacheSlots) and isinstance(snapshots, CacheSlots)
-    shared = same and snapshots.cache is state.cache  # type: ignore[union-attr]
+    shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
     expect_no_races("state", write, read, kept if shared else None)
     expect_no_races("snapshots", None, None, kept)
     if out is not None:
@@ -124,6 +126,10 @@ def bind(
         expect_dtype("out", out, (q.dtype,))
         expect_device("out", out, q.device, "q")
         expect_last_contiguous("out", out)
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise ValueError(f"workspace: expected a Workspace, got {workspace!r}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ValueError(f"scale: expected a number, got {scale!r}")
     if workspace is not None and workspace.device.type != q.device.type:
         raise ValueError(f"workspace: expected device {q.device}, got {workspace.device}")
     if checking() and q.device.type != "meta":
@@ -149,6 +155,28 @@ def bind(
         workspace=workspace,
         out=out,
     )
+
+
+def _memory(place: object) -> object:
+    """What identifies the memory behind a state or snapshot argument."""
+    if isinstance(place, CacheSlots):
+        return place.cache
+    return place.tensor if isinstance(place, Pool) else None
+
+
+def _expect_no_other_gradients(
+    state: object, gate: object, snapshots: object, out: torch.Tensor | None
+) -> None:
+    """Gradients of arguments that are no plain inputs: parameters of the gate above all."""
+    found: dict[str, torch.Tensor | None] = {"out": out}
+    for name, place in (("state", state), ("snapshots", snapshots)):
+        if isinstance(place, torch.Tensor):
+            found[name] = place
+        elif isinstance(place, Pool) and isinstance(place.tensor, torch.Tensor):
+            found[name] = place.tensor
+    if isinstance(gate, Gate):
+        found |= {"a_log": gate.a_log, "dt_bias": gate.dt_bias}
+    expect_no_gradients("gated_delta_rule", **found)
 
 
 def _packed(
