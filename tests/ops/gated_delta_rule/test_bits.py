@@ -327,6 +327,52 @@ def test_head_size_128_keeps_the_promise(rule, implementation, dtype):
     assert torch.equal(kept[320], expected[1][320][2:4])
 
 
+@pytest.mark.parametrize(
+    ("K", "V", "H", "ratio", "per_channel", "tokens"),
+    [
+        (31, 7, 8, 1, True, 70),
+        (33, 7, 3, 1, False, 100),
+        (2, 13, 3, 1, False, 64),
+        (1, 7, 2, 1, False, 70),
+        (7, 100, 1, 8, False, 64),
+        (7, 64, 2, 6, False, 100),
+        (96, 7, 4, 3, False, 100),
+        (64, 8, 4, 3, False, 100),
+        (40, 8, 4, 6, False, 5),
+        (72, 40, 2, 3, False, 100),
+        (100, 56, 3, 2, True, 70),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_head_sizes_keep_the_promise(
+    rule, threads_restored, K, V, H, ratio, per_channel, tokens, dtype
+):
+    """Lanes of such sizes start at unaligned addresses, which a library product may care about."""
+    sizes, HV = (H, H * ratio, K, V), H * ratio
+    form = {"dtype": dtype, "unit": False, "per_channel": per_channel}
+    x = draw(tokens, *sizes, **form, seed=13)
+    arguments = {"qk_l2norm": True, "reproducible": True, "return_state": True}
+    alone = rule(*x, **arguments)
+    for n, before in enumerate(([30], [1, 64, 2])):
+        others = [draw(length, *sizes, **form, seed=20 + n) for length in before]
+        lengths = [*before, tokens]
+        found = rule(*packed(*others, x), schedule=lengths, **arguments)
+        assert torch.equal(found.o[sum(before) :], alone.o), before
+        assert torch.equal(found.state[-1], alone.state[0]), before
+    for head in range(H):
+        mine = slice(head * ratio, (head + 1) * ratio)
+        found = rule(*x[:, head : head + 1, mine], **arguments)
+        assert torch.equal(found.o, alone.o[:, mine]), head
+        assert torch.equal(found.state, alone.state[:, mine]), head
+    found = rule(*x[:, H - 1 : H, HV - 1 : HV], **arguments)
+    assert torch.equal(found.o, alone.o[:, HV - 1 :])
+    torch.set_num_threads(2)
+    found = rule(*x, **arguments)
+    assert torch.equal(found.o, alone.o)
+    assert torch.equal(found.state, alone.state)
+
+
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
 @pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (2, 4, 96, 64), (2, 4, 128, 128)], ids=str)
 def test_one_or_two_threads_give_the_same_bits(
