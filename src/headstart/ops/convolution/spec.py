@@ -1,0 +1,331 @@
+"""The arguments of the convolution and the gated norm, checked once for every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from headstart.ops.gated_delta_rule.cache import CacheSlots
+from headstart.ops.gated_delta_rule.pool import Pool
+from headstart.ops.gated_delta_rule.schedule import Schedule, floor_chunk
+from headstart.ops.gated_delta_rule.slots import expect_no_races, host_slots
+from headstart.runtime.checks import (
+    FLOATS,
+    checking,
+    expect_device,
+    expect_dtype,
+    expect_last_contiguous,
+    expect_no_gradients,
+    expect_shape,
+    expect_tensor,
+)
+
+DTYPES = (*FLOATS, torch.float64)
+CONVOLUTION_ACTIVATIONS = ("silu", None)
+GATE_ACTIVATIONS = ("silu", "sigmoid")
+
+
+class Convolution(NamedTuple):
+    """y like x, new histories [N, width - 1, channels] or None, snapshots [M, ...] or None."""
+
+    y: torch.Tensor
+    state: torch.Tensor | None
+    snapshots: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionCall:
+    """A checked call of `causal_conv1d`."""
+
+    x: torch.Tensor
+    """Packed [T, channels]."""
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    shape: tuple[int, ...]
+    """Shape of y as the caller sees it: [T, channels] or [B, L, channels]."""
+    schedule: Schedule
+    state: torch.Tensor | Pool | CacheSlots | None
+    read_slots: list[int] | None
+    write_slots: list[int] | None
+    snapshots: torch.dtype | Pool | CacheSlots | None
+    snapshot_slots: list[int] | None
+    return_state: bool
+    activation: str | None
+    out: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.x.device
+
+    @property
+    def channels(self) -> int:
+        """Channels of x."""
+        return self.x.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Inputs that one output sees."""
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class GatedNormCall:
+    """A checked call of `rms_norm_gated`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    gate: torch.Tensor
+    eps: float
+    activation: str
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.x.device
+
+
+def bind(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    schedule: Schedule | Sequence[int] | None,
+    state: torch.Tensor | Pool | CacheSlots | None,
+    snapshots: torch.dtype | Pool | CacheSlots | None,
+    return_state: bool,
+    activation: str | None,
+    out: torch.Tensor | None,
+) -> ConvolutionCall:
+    """Check the arguments of `causal_conv1d`; raises ValueError naming the first wrong one."""
+    shape = tuple(expect_tensor("x", x).shape)
+    if len(shape) not in (2, 3) or shape[-1] < 1:
+        raise ValueError(f"x: expected [T, channels] or [B, L, channels], got {list(shape)}")
+    expect_dtype("x", x, DTYPES)
+    expect_last_contiguous("x", x)
+    _expect_parameters(x, weight, bias)
+    expect_no_gradients(
+        "causal_conv1d",
+        x=x,
+        weight=weight,
+        bias=bias,
+        state=_memory(state),
+        snapshots=_memory(snapshots),
+        out=out,
+    )
+    if activation not in CONVOLUTION_ACTIVATIONS:
+        raise ValueError(
+            f"activation: expected one of {list(CONVOLUTION_ACTIVATIONS)}, got {activation!r}"
+        )
+    if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
+        raise ValueError("schedule: expected a Schedule with a cache, since it holds positions")
+    packed, schedule = _packed(x, schedule)
+    tokens = packed.shape[0]
+    if tokens < schedule.T:
+        raise ValueError(f"schedule: expected at most T = {tokens} tokens, got {schedule.T}")
+    width = weight.shape[1]
+    read, write = _state_slots(state, schedule, x, width)
+    if return_state and isinstance(state, (Pool, CacheSlots)):
+        raise ValueError("return_state: expected False with a Pool or a cache, updated in place")
+    if any(schedule.drafts) and not isinstance(state, CacheSlots):
+        raise ValueError("schedule: drafts need a DeltaCache, since a plain state cannot roll back")
+    kept = _snapshot_slots(snapshots, schedule, x, width, isinstance(state, CacheSlots))
+    shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
+    expect_no_races("state", write, read, kept if shared else None)
+    expect_no_races("snapshots", None, None, kept)
+    if out is not None:
+        expect_shape("out", out, "the shape of x", shape)
+        expect_dtype("out", out, (x.dtype,))
+        expect_device("out", out, x.device, "x")
+        expect_last_contiguous("out", out)
+        if out.numel() and out.device.type != "meta" and out.data_ptr() == x.data_ptr():
+            raise ValueError("out: expected memory of its own, got that of x")
+    if checking() and x.device.type != "meta":
+        for name, tensor in (("x", packed[: schedule.T]), ("weight", weight), ("bias", bias)):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name}: expected finite values, got some that are not")
+    return ConvolutionCall(
+        x=packed,
+        weight=weight,
+        bias=bias,
+        shape=shape,
+        schedule=schedule,
+        state=state,
+        read_slots=read,
+        write_slots=write,
+        snapshots=snapshots,
+        snapshot_slots=kept,
+        return_state=return_state,
+        activation=activation,
+        out=out,
+    )
+
+
+def bind_norm(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, activation: str
+) -> GatedNormCall:
+    """Check the arguments of `rms_norm_gated`; raises ValueError naming the first wrong one."""
+    shape = tuple(expect_tensor("x", x).shape)
+    if not shape or shape[-1] < 1:
+        raise ValueError(f"x: expected [..., D], got {list(shape)}")
+    expect_dtype("x", x, DTYPES)
+    expect_shape("weight", weight, "[D]", shape[-1:])
+    expect_shape("gate", gate, "the shape of x", shape)
+    for name, tensor in (("weight", weight), ("gate", gate)):
+        expect_dtype(name, tensor, DTYPES)
+        expect_device(name, tensor, x.device, "x")
+    expect_no_gradients("rms_norm_gated", x=x, weight=weight, gate=gate)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
+        raise ValueError(f"eps: expected a number >= 0, got {eps!r}")
+    if activation not in GATE_ACTIVATIONS:
+        raise ValueError(
+            f"activation: expected one of {list(GATE_ACTIVATIONS)}, got {activation!r}"
+        )
+    return GatedNormCall(x=x, weight=weight, gate=gate, eps=float(eps), activation=activation)
+
+
+def _expect_parameters(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    channels = x.shape[-1]
+    expect_shape("weight", weight, "[channels, width]", (channels, None))
+    if weight.shape[1] < 2:
+        raise ValueError(f"weight: expected a width of at least 2, got {list(weight.shape)}")
+    given = {"weight": weight}
+    if bias is not None:
+        expect_shape("bias", bias, "[channels]", (channels,))
+        given["bias"] = bias
+    for name, tensor in given.items():
+        expect_dtype(name, tensor, DTYPES)
+        expect_device(name, tensor, x.device, "x")
+
+
+def _packed(
+    x: torch.Tensor, schedule: Schedule | Sequence[int] | None
+) -> tuple[torch.Tensor, Schedule]:
+    """x as [T, channels], and the schedule (one built here if none was given)."""
+    if x.dim() == 3:
+        if schedule is not None:
+            raise ValueError("schedule: expected None with x [B, L, channels], or x packed")
+        return x.flatten(0, 1), Schedule([x.shape[1]] * x.shape[0], device=x.device)
+    if schedule is None:
+        return x, Schedule([x.shape[0]], device=x.device)
+    if not isinstance(schedule, Schedule):
+        return x, Schedule(schedule, device=x.device)
+    if schedule.device.type != x.device.type and x.device.type != "meta":
+        raise ValueError(f"schedule: expected device {x.device}, got {schedule.device}")
+    return x, schedule
+
+
+def _memory(place: object) -> torch.Tensor | None:
+    """The tensor of histories behind a state or snapshot argument."""
+    if isinstance(place, CacheSlots):
+        return place.cache.tensors.get("history")
+    if isinstance(place, Pool):
+        return place.tensor
+    return place if isinstance(place, torch.Tensor) else None
+
+
+def _state_slots(
+    state: torch.Tensor | Pool | CacheSlots | None, schedule: Schedule, x: torch.Tensor, width: int
+) -> tuple[list[int] | None, list[int] | None]:
+    """Slots that are read and written, as lists where the host knows them."""
+    count, entries = schedule.N, schedule.slot_count(schedule.N, 0)
+    if state is None:
+        return None, None
+    if isinstance(state, torch.Tensor):
+        shape = (entries, width - 1, x.shape[-1])
+        expect_shape("state", state, "[N, width - 1, channels]", shape)
+        expect_dtype("state", state, (x.dtype,))
+        expect_device("state", state, x.device, "x")
+        return None, None
+    if isinstance(state, CacheSlots):
+        _expect_cache("state", state, x, width)
+        room = state.cache.draft_tokens
+        for n, (draft, length) in enumerate(zip(schedule.drafts, schedule.lengths, strict=True)):
+            if draft and length > room:
+                raise ValueError(
+                    f"schedule: expected at most draft_tokens = {room} tokens in a step with "
+                    f"drafts, got {length} for sequence {n}"
+                )
+        slots = host_slots("state", state.slots, count, entries, state.cache.slots)
+        return slots, slots
+    if not isinstance(state, Pool):
+        raise ValueError(
+            f"state: expected None, a tensor, a Pool or cache.at(slots), got {type(state).__name__}"
+        )
+    _expect_pool("state", state, x, width)
+    limit = state.tensor.shape[0]
+    read = write = None
+    if state.read_slots is not None:
+        read = host_slots("read_slots", state.read_slots, count, entries, limit)
+    if state.write_slots is not None:
+        write = host_slots("write_slots", state.write_slots, count, entries, limit)
+    elif state.read_slots is None:
+        raise ValueError("write_slots: expected slots, since read_slots is None")
+    else:
+        write = read
+    if state.present is not None and len(state.present) != entries:
+        raise ValueError(f"present: expected {entries} flags, got {len(state.present)}")
+    return read, write
+
+
+def _snapshot_slots(
+    snapshots: torch.dtype | Pool | CacheSlots | None,
+    schedule: Schedule,
+    x: torch.Tensor,
+    width: int,
+    cached: bool,
+) -> list[int] | None:
+    if snapshots is None:
+        return None
+    for start, positions in zip(schedule.starts, schedule.snapshot_positions, strict=True):
+        if not cached and positions and positions[0] < start:
+            raise ValueError(
+                f"snapshot_positions: position {floor_chunk(start)} lies before the plain history "
+                f"at {start}; only a DeltaCache still has it"
+            )
+    count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
+    if isinstance(snapshots, torch.dtype):
+        if snapshots != x.dtype:
+            raise ValueError(f"snapshots: expected the dtype of x, {x.dtype}, got {snapshots}")
+        return None
+    if isinstance(snapshots, Pool):
+        _expect_pool("snapshots", snapshots, x, width)
+        if snapshots.write_slots is None:
+            raise ValueError("snapshots: expected a Pool with write_slots")
+        limit = snapshots.tensor.shape[0]
+        return host_slots("snapshots", snapshots.write_slots, count, entries, limit)
+    if isinstance(snapshots, CacheSlots):
+        _expect_cache("snapshots", snapshots, x, width)
+        return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
+    raise ValueError(
+        f"snapshots: expected None, the dtype of x, a Pool or cache.at(slots), got {snapshots!r}"
+    )
+
+
+def _expect_cache(name: str, at: CacheSlots, x: torch.Tensor, width: int) -> None:
+    """Raise unless the cache has this convolution, and x's dtype and device."""
+    cache = at.cache
+    if not cache.conv_channels:
+        raise ValueError(f"{name}: expected a cache with a convolution, got conv_channels 0")
+    found = (cache.conv_channels, cache.conv_width)
+    if found != (x.shape[-1], width):
+        raise ValueError(
+            f"{name}: expected a cache with [conv_channels, conv_width] = "
+            f"{[x.shape[-1], width]}, got {list(found)}"
+        )
+    if cache.dtype != x.dtype:
+        raise ValueError(f"{name}: expected a cache of dtype {x.dtype}, got {cache.dtype}")
+    if cache.device != x.device and x.device.type != "meta":
+        raise ValueError(f"{name}: expected device {x.device} (that of x), got {cache.device}")
+
+
+def _expect_pool(name: str, pool: Pool, x: torch.Tensor, width: int) -> None:
+    """Raise unless the pool holds histories of this convolution on x's device."""
+    shape = (None, width - 1, x.shape[-1])
+    expect_shape(name, pool.tensor, "[S, width - 1, channels]", shape)
+    expect_dtype(name, pool.tensor, (x.dtype,))
+    expect_device(name, pool.tensor, x.device, "x")
+    if pool.layout != "kv":
+        raise ValueError(f"{name}: expected a Pool without a layout, got layout {pool.layout!r}")
