@@ -1,5 +1,7 @@
 """headstart: prefill of hybrid-attention language models; a prefix-cache hit is a cold prefill."""
 
+from headstart.ops.convolution.api import causal_conv1d, rms_norm_gated
+from headstart.ops.convolution.spec import Convolution
 from headstart.ops.gated_delta_rule.api import (
     ChunkMap,
     chunk_map,
@@ -17,6 +19,7 @@ from headstart.runtime.workspace import Workspace
 
 __all__ = [
     "ChunkMap",
+    "Convolution",
     "Declined",
     "DeltaCache",
     "Gate",
@@ -24,11 +27,13 @@ __all__ = [
     "Pool",
     "Schedule",
     "Workspace",
+    "causal_conv1d",
     "chunk_map",
     "compose",
     "explain",
     "gated_delta_rule",
     "recurrent_gated_delta_rule",
+    "rms_norm_gated",
     "workspace_bytes",
 ]
 
