@@ -168,8 +168,8 @@ def test_inputs_bind_and_reproduce(case):
 
 @pytest.mark.parametrize("case", OPERATIONS, ids=identity)
 def test_blank_arguments_are_accepted(case):
-    if case.tokens > 70_000:
-        pytest.skip("does not fit everywhere")
+    if case.tokens > 20_000:
+        pytest.skip("takes too much memory")
     rows = headstart.explain(case.op, **case.blank())
     assert {row[0]: row[1] for row in rows}["torch"], rows
 

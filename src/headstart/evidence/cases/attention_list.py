@@ -5,13 +5,14 @@ Where one id stands for several windows, the id itself is the first and each oth
 """
 
 from dataclasses import replace
+from functools import partial
 
 from headstart.evidence.cases import trace
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.record import drawn_lengths
 
-GPT_OSS = {"HQ": 64, "HK": 8, "D": 64, "sinks": True}
-LLAMA = {"HQ": 32, "HK": 8, "D": 128}
+_gpt_oss = partial(AttentionCase, HQ=64, HK=8, D=64, sinks=True)
+_llama = partial(AttentionCase, HQ=32, HK=8, D=128)
 
 
 def _windows(case: AttentionCase, window: int | None) -> tuple[AttentionCase, AttentionCase]:
@@ -22,9 +23,8 @@ def _windows(case: AttentionCase, window: int | None) -> tuple[AttentionCase, At
 
 MODELS = (
     *(
-        AttentionCase(
+        _gpt_oss(
             id=f"oss-16k-{name}",
-            **GPT_OSS,
             lengths=(16384,),
             window=window,
             why=f"gpt-oss-20b, its {kind} layers",
@@ -32,9 +32,8 @@ MODELS = (
         for name, window, kind in (("full", None, "full"), ("win", 128, "windowed"))
     ),
     *(
-        AttentionCase(
+        _gpt_oss(
             id=f"oss-chunk-{name}",
-            **GPT_OSS,
             lengths=(2048,),
             prefixes=(14336,),
             window=window,
@@ -43,9 +42,8 @@ MODELS = (
         for name, window, kind in (("full", None, "full"), ("win", 128, "windowed"))
     ),
     *(
-        AttentionCase(
+        _gpt_oss(
             id=f"oss-512-on-{name}-win",
-            **GPT_OSS,
             lengths=(512,),
             prefixes=(prefix,),
             window=128,
@@ -67,9 +65,7 @@ MODELS = (
         ),
         None,
     ),
-    AttentionCase(
-        id="llama-16k", **LLAMA, lengths=(16384,), why="the plain case every peer tunes for"
-    ),
+    _llama(id="llama-16k", lengths=(16384,), why="the plain case every peer tunes for"),
     AttentionCase(
         id="next-16k",
         HQ=16,
@@ -103,9 +99,8 @@ MODELS = (
 
 BATCHES = (
     *_windows(
-        AttentionCase(
+        _gpt_oss(
             id="ragged-short",
-            **GPT_OSS,
             lengths=drawn_lengths(1, 256, 1, 128),
             prefixes=drawn_lengths(2, 256, 0, 4096),
             window=128,
@@ -113,17 +108,15 @@ BATCHES = (
         ),
         None,
     ),
-    AttentionCase(
+    _llama(
         id="mixed",
-        **LLAMA,
         lengths=(1,) * 60 + (2048, 2048),
         prefixes=drawn_lengths(3, 62, 0, 8192),
         why="decodes packed with prefills",
     ),
     *_windows(
-        AttentionCase(
+        _gpt_oss(
             id="oss-residual-mix",
-            **GPT_OSS,
             lengths=trace.NEW,
             prefixes=trace.PREFIX,
             window=128,
@@ -159,9 +152,8 @@ LAYOUTS = (
         case
         for size in (1, 16, 64)
         for case in _windows(
-            AttentionCase(
+            _llama(
                 id=f"paged-{size}",
-                **LLAMA,
                 lengths=(2048,),
                 prefixes=(6000,),
                 sinks=True,
@@ -173,9 +165,8 @@ LAYOUTS = (
             128,
         )
     ),
-    AttentionCase(
+    _llama(
         id="fp8-cache",
-        **LLAMA,
         lengths=(2048,),
         prefixes=(6000,),
         cache_dtype="float8_e4m3fn",
@@ -183,9 +174,8 @@ LAYOUTS = (
         why="fp8 keys and values with a scale per head, new keys unquantised",
     ),
     *_windows(
-        AttentionCase(
+        _gpt_oss(
             id="oss-fp8-page16",
-            **GPT_OSS,
             lengths=(2048,),
             prefixes=(6000,),
             window=128,
@@ -198,9 +188,8 @@ LAYOUTS = (
         None,
     ),
     *_windows(
-        AttentionCase(
+        _llama(
             id="tree-verify",
-            **LLAMA,
             lengths=(64,),
             prefixes=(4000,),
             mask="tree",

@@ -1,0 +1,8 @@
+"""`headstart prefill`."""
+
+import click
+
+
+@click.command()
+def command() -> None:
+    """Prefill a prompt."""
