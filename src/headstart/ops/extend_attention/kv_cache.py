@@ -1,0 +1,106 @@
+"""Keys and values of tokens already computed, addressed by slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headstart.runtime.checks import (
+    FLOATS,
+    expect_device,
+    expect_dtype,
+    expect_shape,
+    expect_tensor,
+)
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""Largest finite e4m3 value; larger ones saturate."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """The cache of one attention layer. It owns nothing: the tensors stay the caller's.
+
+    Parameters
+    ----------
+    k: [S, HK, D], or [pages, page_size, HK, D] where slot s is row s % page_size of page
+        s // page_size. Any strides. float32, bfloat16, float16, or float8_e4m3fn.
+    v: the same with DV in place of D, of the same dtype.
+    k_scale, v_scale: required for float8 and forbidden otherwise: the stored value times the scale
+        is the key. A float, or a float32 tensor [1] or [HK] on the cache's device (never read by
+        the host).
+
+    Raises ValueError if shapes, dtypes, devices or scales do not fit.
+
+    >>> cache = KVCache(torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 64))
+    >>> cache.slots, cache.page_size
+    (64, 16)
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expect_tensor("cache.k", self.k)
+        expect_tensor("cache.v", self.v)
+        if self.k.dim() not in (3, 4):
+            raise ValueError(
+                "cache.k: expected [S, HK, D] or [pages, page_size, HK, D], "
+                f"got {list(self.k.shape)}"
+            )
+        if min(self.k.shape[-2:]) < 1 or (self.k.dim() == 4 and self.k.shape[1] < 1):
+            raise ValueError(
+                f"cache.k: expected at least one head, channel and row of a page, "
+                f"got {list(self.k.shape)}"
+            )
+        words = "[S, HK, DV]" if self.k.dim() == 3 else "[pages, page_size, HK, DV]"
+        expect_shape("cache.v", self.v, words, (*self.k.shape[:-1], None))
+        expect_dtype("cache.k", self.k, (*FLOATS, FP8, torch.float64))
+        expect_dtype("cache.v", self.v, (self.k.dtype,))
+        expect_device("cache.v", self.v, self.k.device, "cache.k")
+        self._expect_scale("k_scale", self.k_scale)
+        self._expect_scale("v_scale", self.v_scale)
+
+    def _expect_scale(self, name: str, scale: float | torch.Tensor | None) -> None:
+        if not self.quantised:
+            if scale is not None:
+                raise ValueError(f"{name}: expected None for a cache of {self.k.dtype}")
+            return
+        if scale is None:
+            raise ValueError(f"{name}: expected a float, [1] or [HK] for a float8 cache, got None")
+        if isinstance(scale, torch.Tensor):
+            if tuple(scale.shape) not in ((1,), (self.HK,)):
+                raise ValueError(f"{name}: expected [1] or [{self.HK}], got {list(scale.shape)}")
+            expect_dtype(name, scale, (torch.float32,))
+            expect_device(name, scale, self.k.device, "cache.k")
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale > 0:
+            raise ValueError(f"{name}: expected a scale > 0, got {scale!r}")
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the cache stores float8 values with scales."""
+        return self.k.dtype == FP8
+
+    @property
+    def page_size(self) -> int:
+        """Rows of a page; 1 without pages."""
+        return self.k.shape[1] if self.k.dim() == 4 else 1
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.k.shape[0] * self.page_size
+
+    @property
+    def HK(self) -> int:  # noqa: N802
+        """Key and value heads."""
+        return self.k.shape[-2]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.k.device
