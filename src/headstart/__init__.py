@@ -2,6 +2,9 @@
 
 from headstart.ops.convolution.api import causal_conv1d, rms_norm_gated
 from headstart.ops.convolution.spec import Convolution
+from headstart.ops.extend_attention.api import extend_attention, merge_attention, write_kv
+from headstart.ops.extend_attention.kv_cache import KVCache
+from headstart.ops.extend_attention.plan import ExtendPlan
 from headstart.ops.gated_delta_rule.api import (
     ChunkMap,
     chunk_map,
@@ -22,8 +25,10 @@ __all__ = [
     "Convolution",
     "Declined",
     "DeltaCache",
+    "ExtendPlan",
     "Gate",
     "GatedDelta",
+    "KVCache",
     "Pool",
     "Schedule",
     "Workspace",
@@ -31,10 +36,13 @@ __all__ = [
     "chunk_map",
     "compose",
     "explain",
+    "extend_attention",
     "gated_delta_rule",
+    "merge_attention",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
     "workspace_bytes",
+    "write_kv",
 ]
 
 __version__ = "0.1.0"

@@ -13,7 +13,9 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,6 +86,7 @@ OPERATIONS: dict[str, Operation] = {}
 served: Counter[tuple[str, str]] = Counter()
 """How many calls each (operation, implementation) has served in this process."""
 
+_watchers: ContextVar[tuple[list[tuple[str, str]], ...]] = ContextVar("watchers", default=())
 _lock = threading.Lock()
 _warned: set[tuple[str, str]] = set()
 
@@ -125,7 +128,27 @@ def run(operation: Operation, call: Call, name: str | None = None) -> Any:
     result = chosen.run(call)
     with _lock:
         served[operation.name, chosen.name] += 1
+    for ran in _watchers.get():
+        ran.append((operation.name, chosen.name))
     return result
+
+
+@contextmanager
+def watching() -> Iterator[list[tuple[str, str]]]:
+    """A list that receives (operation, implementation) of every call of this context.
+
+    >>> import torch, headstart
+    >>> with watching() as ran:
+    ...     _ = headstart.causal_conv1d(torch.ones(2, 1), torch.ones(1, 2))
+    >>> ran
+    [('causal_conv1d', 'torch')]
+    """
+    ran: list[tuple[str, str]] = []
+    token = _watchers.set((*_watchers.get(), ran))
+    try:
+        yield ran
+    finally:
+        _watchers.reset(token)
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> list[tuple[str, bool, str]]:
