@@ -1,0 +1,1 @@
+"""Softmax extend attention: new tokens over their cached prefixes and themselves."""

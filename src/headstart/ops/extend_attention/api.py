@@ -26,9 +26,9 @@ def extend_attention(
     cache: KVCache | None = None,
     scale: float | None = None,
     window: int | None = None,
-    sinks: Float[torch.Tensor, "HQ"] | None = None,
+    sinks: Float[torch.Tensor, " HQ"] | None = None,
     softcap: float | None = None,
-    custom_mask: Bool[torch.Tensor, "entries"] | UInt8[torch.Tensor, "entries"] | None = None,
+    custom_mask: Bool[torch.Tensor, " entries"] | UInt8[torch.Tensor, " entries"] | None = None,
     causal: bool = True,
     part: str = "all",
     return_lse: bool = False,
@@ -42,7 +42,7 @@ def extend_attention(
     For a row at absolute position p (query_start + t), over the keys j it sees:
 
         s_j = scale q . k_j,  then s_j = softcap tanh(s_j / softcap) if there is a softcap
-        o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j)),   lse = log(exp(sink) + sum_j exp(s_j))
+        Z = exp(sink) + sum_j exp(s_j),   o = sum_j exp(s_j) v_j / Z,   lse = log Z
 
     It sees the key at position r iff r <= p (causal) and r > p - window: a window of W means W
     keys, the row's own included. Query head h reads key head h // (HQ // HK). A row that sees no
@@ -117,7 +117,7 @@ def extend_attention(
 
 def merge_attention(
     parts: Sequence[tuple[Float[torch.Tensor, "T HQ DV"], Float[torch.Tensor, "T HQ"]]],
-    sinks: Float[torch.Tensor, "HQ"] | None = None,
+    sinks: Float[torch.Tensor, " HQ"] | None = None,
     *,
     implementation: str | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -157,7 +157,7 @@ def write_kv(
     k: Float[torch.Tensor, "T HK D"],
     v: Float[torch.Tensor, "T HK DV"],
     cache: KVCache,
-    slots: Sequence[int] | Int[torch.Tensor, "T"],
+    slots: Sequence[int] | Int[torch.Tensor, " T"],
     *,
     implementation: str | None = None,
 ) -> None:

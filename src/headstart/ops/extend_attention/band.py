@@ -103,8 +103,8 @@ def _attend(
             return attend(q, k, v, call.scale)
         return attend(q, k, v, call.scale, mask=seen[None, None])
     block = count // blocks
-    bands = (_bands(x[first:], blocks, block, window - 1 + block) for x in (k, v))
-    o, lse = attend(q.unflatten(0, (blocks, block)), *bands, call.scale, mask=mask[None, None])
+    k, v = (_bands(x[first:], blocks, block, window - 1 + block) for x in (k, v))
+    o, lse = attend(q.unflatten(0, (blocks, block)), k, v, call.scale, mask=mask[None, None])
     return o.flatten(0, 1), lse.flatten(0, 1)
 
 

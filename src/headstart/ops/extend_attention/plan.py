@@ -1,9 +1,10 @@
-"""Host facts of one forward: which rows are new, where their prefixes lie, and at what positions."""
+"""Host facts of one forward: which rows are new, where their prefixes lie, at what positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class ExtendPlan:
             raise ValueError(
                 f"kv_indptr: expected [N + 1] = [{len(new) + 1}] entries >= 0, got {len(indptr)}"
             )
-        listed = [end - begin for begin, end in zip(indptr, indptr[1:], strict=False)]
+        listed = [end - begin for begin, end in pairwise(indptr)]
         if any(count < 0 for count in listed):
             raise ValueError("kv_indptr: expected a running sum, got a falling one")
         indices = _index_tensor("kv_indices", kv_indices, 1, device)

@@ -137,7 +137,7 @@ def bind(
     expect_last_contiguous("q", q)
     if not isinstance(plan, ExtendPlan):
         raise ValueError(f"plan: expected an ExtendPlan, got {type(plan).__name__}")
-    if plan.T > q.shape[0]:
+    if q.shape[0] < plan.T:
         raise ValueError(f"plan: expected at most T = {q.shape[0]} new tokens, got {plan.T}")
     if q.device.type not in ("meta", plan.device.type):
         raise ValueError(f"plan: expected device {q.device} (that of q), got {plan.device}")
@@ -147,23 +147,7 @@ def bind(
         raise ValueError(f"cache: expected a KVCache, got {type(cache).__name__}")
     HK, DV = _expect_keys(q, k, v, plan, cache, part)
     expect_no_gradients("extend_attention", q=q, k=k, v=v, sinks=sinks)
-    if window is not None and (
-        isinstance(window, bool) or not isinstance(window, int) or window < 1
-    ):
-        raise ValueError(
-            f"window: expected None or a count of keys >= 1 (the query's own included), "
-            f"got {window!r}"
-        )
-    if scale is None:
-        scale = q.shape[2] ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite float, got {scale!r}")
-    if softcap is not None and (
-        isinstance(softcap, bool)
-        or not isinstance(softcap, (int, float))
-        or not (0 < softcap < math.inf)
-    ):
-        raise ValueError(f"softcap: expected None or a finite float > 0, got {softcap!r}")
+    _expect_window(window)
     if sinks is not None:
         expect_shape("sinks", sinks, "[HQ]", (q.shape[1],))
         expect_dtype("sinks", sinks, DTYPES)
@@ -188,10 +172,10 @@ def bind(
         cache=cache,
         HK=HK,
         DV=DV,
-        scale=float(scale),
+        scale=_scale(scale, q.shape[2]),
         window=window,
         sinks=sinks,
-        softcap=None if softcap is None else float(softcap),
+        softcap=_softcap(softcap),
         custom_mask=custom_mask,
         causal=bool(causal),
         part=part,
@@ -262,6 +246,33 @@ def _expect_layout(plan: ExtendPlan, cache: KVCache) -> None:
                 f"got {cache.page_size}"
             )
         plan.validate(cache)
+
+
+def _expect_window(window: int | None) -> None:
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(
+            "window: expected None or a count of keys >= 1 (the query's own included), "
+            f"got {window!r}"
+        )
+
+
+def _scale(scale: float | None, D: int) -> float:
+    if scale is None:
+        return D**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale: expected None or a finite float, got {scale!r}")
+    return float(scale)
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, (int, float)) and not isinstance(softcap, bool):
+        if 0 < softcap < math.inf:
+            return float(softcap)
+    raise ValueError(f"softcap: expected None or a finite float > 0, got {softcap!r}")
 
 
 def _expect_out(

@@ -11,7 +11,7 @@ def stored(
     rows: torch.Tensor, dtype: torch.dtype, scale: float | torch.Tensor | None
 ) -> torch.Tensor:
     """Rows [T, HK, .] as a cache of `dtype` stores them: round(x / scale), saturated for float8."""
-    if dtype != FP8:
+    if dtype != FP8 or scale is None:
         return rows.to(dtype)
     divisor = scale.view(-1, 1) if isinstance(scale, torch.Tensor) else scale
     return (rows.float() / divisor).clamp(-FP8_MAX, FP8_MAX).to(FP8)
