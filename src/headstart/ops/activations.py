@@ -10,22 +10,23 @@ from __future__ import annotations
 import torch
 
 
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x)).
+def sigmoid(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """1 / (1 + exp(-x)); `out` receives it and is not x.
 
     >>> sigmoid(torch.tensor([0.0, -200.0])).tolist()
     [0.5, 0.0]
     """
-    return x.neg().exp_().add_(1.0).reciprocal_()
+    return torch.neg(x, out=out).exp_().add_(1.0).reciprocal_()
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)).
+def silu(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x / (1 + exp(-x)); `out` receives it and is not x.
 
     >>> silu(torch.tensor([0.0])).tolist()
     [0.0]
     """
-    return x / x.neg().exp_().add_(1.0)
+    divisor = torch.neg(x, out=out).exp_().add_(1.0)
+    return torch.div(x, divisor, out=divisor)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:

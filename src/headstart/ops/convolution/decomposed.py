@@ -1,9 +1,8 @@
 """The `torch` implementation: blocks of rows in PyTorch operations, tuned for the CPU.
 
 Every value of a row is the same sequence of single float32 roundings, whatever block, stride or
-thread computes it: products and sums are separate operations, and the activation, whose vector and
-scalar code differ in the last bit, runs over a flat padded buffer that no thread ever cuts inside a
-vector.
+thread computes it: products and sums are separate operations, activations are composed of those
+whose vector and scalar code agree, and the sum of a row runs over a contiguous buffer.
 """
 
 from __future__ import annotations
@@ -11,20 +10,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch.nn.functional import silu
 
+from headstart.ops.activations import ACTIVATIONS
 from headstart.ops.convolution.histories import Histories, allocate
 from headstart.ops.convolution.spec import Convolution, ConvolutionCall, GatedNormCall
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.workspace import default_workspace
 
-GRAIN = 32768
-"""Elements below which torch computes an elementwise operation on one thread."""
-BLOCK = 4 * GRAIN
-"""Elements of a block per thread: its buffers fit the L2, and threads are not forked too often."""
-VECTOR = 64
-"""A multiple of the elements of any CPU's vector loop, unrolled."""
+BLOCK = 2**18
+"""Elements of a block per thread: in cache, yet with few operations to fork threads for."""
 GAP = 32
 """Rows between two stretches that are cheaper to compute twice than to start another stretch."""
 
@@ -48,7 +43,7 @@ class _Rows:
     def __init__(self, call: ConvolutionCall) -> None:
         self.taps = call.weight.t().to(torch.float32).contiguous()
         self.bias = None if call.bias is None else call.bias.to(torch.float32)
-        self.activation = call.activation
+        self.activation = None if call.activation is None else ACTIVATIONS[call.activation]
         self.most = max(1, _block() // call.channels)
         workspace = default_workspace(call.device)
         buffers = {
@@ -71,9 +66,7 @@ class _Rows:
             total += product
         if self.bias is not None:
             total += self.bias
-        if self.activation is not None:
-            silu(self.total[: _padded(y.numel())], inplace=True)
-        y.copy_(total)
+        y.copy_(total if self.activation is None else self.activation(total, product))
 
 
 def _stretches(call: ConvolutionCall) -> list[tuple[int, int]]:
@@ -123,10 +116,11 @@ def norm(call: GatedNormCall) -> torch.Tensor:
         return out
     y, weight = _three(out), call.weight.to(torch.float32)
     workspace = default_workspace(call.device)
-    first, second = (
+    first, second, third = (
         workspace.buffer(f"norm {name}", (size,), torch.float32)
         for name, size in _norm_buffers(call).items()
     )
+    activate = ACTIVATIONS[call.activation]
     outer, inner = _norm_rows(call)
     for a in range(0, x.shape[0], outer):
         for b in range(0, x.shape[1], inner):
@@ -140,13 +134,8 @@ def norm(call: GatedNormCall) -> torch.Tensor:
             total = second[: max(size, 2 * D)].view(-1, D).sum(-1)[: size // D]
             normed *= total.div_(D).add_(call.eps).rsqrt_().view(*shape[:2], 1)
             normed *= weight
-            other.copy_(gate[place])
-            flat = second[: _padded(size)]
-            if call.activation == "silu":
-                silu(flat, inplace=True)
-            else:
-                flat.sigmoid_()
-            normed *= other
+            # In place of x^2 the gate, in place of the gate its activation.
+            normed *= activate(other.copy_(gate[place]), third[:size].view(shape))
             y[place].copy_(normed)
     return out
 
@@ -162,17 +151,11 @@ def _block() -> int:
     return BLOCK * torch.get_num_threads()
 
 
-def _padded(count: int) -> int:
-    """`count` rounded up so that torch cuts it between threads at multiples of VECTOR only."""
-    threads = max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
-    return -(-count // (threads * VECTOR)) * threads * VECTOR
-
-
 def _convolution_buffers(call: ConvolutionCall) -> dict[str, int]:
     """Elements of each buffer; what a call cannot fill is not taken."""
     past, C = call.width - 1, call.channels
     rows = max(past, min(_block() // C, 2 * past * call.x.shape[0]))
-    buffers = {"total": _padded(rows * C), "product": rows * C}
+    buffers = {"total": rows * C, "product": rows * C}
     if call.x.dtype != torch.float32:
         buffers["inputs"] = (rows + past) * C
     return buffers
@@ -191,7 +174,7 @@ def _norm_buffers(call: GatedNormCall) -> dict[str, int]:
     outer, inner = _norm_rows(call)
     D = call.x.shape[-1]
     size = outer * inner * D
-    return {"rows": size, "other": max(_padded(size), 2 * D)}
+    return {"rows": size, "gate": max(size, 2 * D), "activated": size}
 
 
 def _declines_convolution(call: ConvolutionCall) -> str | None:

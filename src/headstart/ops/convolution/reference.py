@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
 
+from headstart.ops.activations import ACTIVATIONS, silu
 from headstart.ops.convolution.histories import Histories, allocate
 from headstart.ops.convolution.spec import Convolution, ConvolutionCall, GatedNormCall
 from headstart.runtime.dispatch import Implementation
@@ -33,7 +33,7 @@ def norm(call: GatedNormCall) -> torch.Tensor:
     wide = _wide(call.x)
     x, gate = call.x.to(wide), call.gate.to(wide)
     x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + call.eps) * call.weight.to(wide)
-    return (x * (silu(gate) if call.activation == "silu" else torch.sigmoid(gate))).to(call.x.dtype)
+    return (x * ACTIVATIONS[call.activation](gate)).to(call.x.dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
