@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,19 +101,20 @@ def decode(
 ) -> torch.Tensor:
     """Hidden states [tokens, size] of ids [1, tokens] whose first token stands at `position`."""
     decoder = loaded.model.get_decoder()
-    if not fixed_tiles:
-        return decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state[0]
-    with FixedTiles(decoder) as tiles:
-        tiles.start = position
-        return decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state[0]
+    # transformers has renamed the argument on the way from 5.17 to 5.24.
+    known = inspect.signature(type(decoder).forward).parameters
+    arguments = {"cache" if "cache" in known else "past_key_values": cache, "use_cache": True}
+    with FixedTiles(decoder) if fixed_tiles else nullcontext() as tiles:
+        if tiles is not None:
+            tiles.start = position
+        return decoder(input_ids=ids, **arguments).last_hidden_state[0]
 
 
 @torch.inference_mode()
 def head(loaded: Loaded, rows: torch.Tensor, position: int, fixed_tiles: bool) -> torch.Tensor:
     """Logits [rows, vocabulary] of hidden states [rows, size] from `position` on."""
     layer = loaded.model.get_output_embeddings()
-    if not fixed_tiles:
-        return layer(rows)
-    with FixedTiles(layer) as tiles:
-        tiles.start = position
+    with FixedTiles(layer) if fixed_tiles else nullcontext() as tiles:
+        if tiles is not None:
+            tiles.start = position
         return layer(rows)

@@ -1,0 +1,4 @@
+"""The main job: a real model prefilled, hit and compared (`headstart prefill`).
+
+It needs the extra `models`.
+"""
