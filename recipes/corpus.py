@@ -10,22 +10,74 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Abbreviations of `bible -f` in their order, and what a heading says instead.
-BOOKS = dict(
-    pair.split(":")
-    for pair in (
-        "Ge:Genesis Exo:Exodus Lev:Leviticus Num:Numbers Deu:Deuteronomy Josh:Joshua Jdgs:Judges "
-        "Ruth:Ruth 1Sm:1_Samuel 2Sm:2_Samuel 1Ki:1_Kings 2Ki:2_Kings 1Chr:1_Chronicles "
-        "2Chr:2_Chronicles Ezra:Ezra Neh:Nehemiah Est:Esther Job:Job Psa:Psalms Prv:Proverbs "
-        "Eccl:Ecclesiastes SSol:Song_of_Solomon Isa:Isaiah Jer:Jeremiah Lam:Lamentations "
-        "Eze:Ezekiel Dan:Daniel Hos:Hosea Joel:Joel Amos:Amos Obad:Obadiah Jonah:Jonah Mic:Micah "
-        "Nahum:Nahum Hab:Habakkuk Zep:Zephaniah Hag:Haggai Zec:Zechariah Mal:Malachi Mat:Matthew "
-        "Mark:Mark Luke:Luke John:John Acts:Acts Rom:Romans 1Cor:1_Corinthians 2Cor:2_Corinthians "
-        "Gal:Galatians Eph:Ephesians Phi:Philippians Col:Colossians 1Th:1_Thessalonians "
-        "2Th:2_Thessalonians 1Tim:1_Timothy 2Tim:2_Timothy Titus:Titus Phmn:Philemon Heb:Hebrews "
-        "Jas:James 1Pet:1_Peter 2Pet:2_Peter 1Jn:1_John 2Jn:2_John 3Jn:3_John Jude:Jude "
-        "Rev:Revelation"
-    ).split()
-)
+BOOKS = {
+    "Ge": "Genesis",
+    "Exo": "Exodus",
+    "Lev": "Leviticus",
+    "Num": "Numbers",
+    "Deu": "Deuteronomy",
+    "Josh": "Joshua",
+    "Jdgs": "Judges",
+    "Ruth": "Ruth",
+    "1Sm": "1 Samuel",
+    "2Sm": "2 Samuel",
+    "1Ki": "1 Kings",
+    "2Ki": "2 Kings",
+    "1Chr": "1 Chronicles",
+    "2Chr": "2 Chronicles",
+    "Ezra": "Ezra",
+    "Neh": "Nehemiah",
+    "Est": "Esther",
+    "Job": "Job",
+    "Psa": "Psalms",
+    "Prv": "Proverbs",
+    "Eccl": "Ecclesiastes",
+    "SSol": "Song of Solomon",
+    "Isa": "Isaiah",
+    "Jer": "Jeremiah",
+    "Lam": "Lamentations",
+    "Eze": "Ezekiel",
+    "Dan": "Daniel",
+    "Hos": "Hosea",
+    "Joel": "Joel",
+    "Amos": "Amos",
+    "Obad": "Obadiah",
+    "Jonah": "Jonah",
+    "Mic": "Micah",
+    "Nahum": "Nahum",
+    "Hab": "Habakkuk",
+    "Zep": "Zephaniah",
+    "Hag": "Haggai",
+    "Zec": "Zechariah",
+    "Mal": "Malachi",
+    "Mat": "Matthew",
+    "Mark": "Mark",
+    "Luke": "Luke",
+    "John": "John",
+    "Acts": "Acts",
+    "Rom": "Romans",
+    "1Cor": "1 Corinthians",
+    "2Cor": "2 Corinthians",
+    "Gal": "Galatians",
+    "Eph": "Ephesians",
+    "Phi": "Philippians",
+    "Col": "Colossians",
+    "1Th": "1 Thessalonians",
+    "2Th": "2 Thessalonians",
+    "1Tim": "1 Timothy",
+    "2Tim": "2 Timothy",
+    "Titus": "Titus",
+    "Phmn": "Philemon",
+    "Heb": "Hebrews",
+    "Jas": "James",
+    "1Pet": "1 Peter",
+    "2Pet": "2 Peter",
+    "1Jn": "1 John",
+    "2Jn": "2 John",
+    "3Jn": "3 John",
+    "Jude": "Jude",
+    "Rev": "Revelation",
+}
 # Books with no long parallel elsewhere in the text, from both testaments.
 HELD_OUT = ("Ruth", "Esther", "Ecclesiastes", "Jonah", "Philippians", "James")
 SAMPLE = "Jonah"
@@ -48,7 +100,9 @@ def load(path: Path) -> Corpus:
     except OSError as error:
         raise ValueError(f"text: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"text: expected ASCII, got byte {error.object[error.start]} in {path}") from error
+        raise ValueError(
+            f"text: expected ASCII, got byte {error.object[error.start]} in {path}"
+        ) from error
 
     books: dict[str, list[str]] = {}
     chapter = ""
@@ -59,14 +113,14 @@ def load(path: Path) -> Corpus:
                 f"text: {path} line {number}: expected a verse such as 'Ge1:1 In the beginning', "
                 f"got {line[:40]!r}"
             )
-        title = BOOKS[match[1]].replace("_", " ")
+        title = BOOKS[match[1]]
         heading = f"{title} {match[2]}"
         book = books.setdefault(title, [])
         if heading != chapter:
             book.append(("\n" if book else "") + heading + "\n")
             chapter = heading
         book.append(f"{match[3]} {match[4]}")
-    missing = [title for title in BOOKS.values() if title.replace("_", " ") not in books]
+    missing = [title for title in BOOKS.values() if title not in books]
     if missing:
         raise ValueError(f"text: {path}: expected {len(BOOKS)} books, missing {', '.join(missing)}")
 

@@ -4,9 +4,10 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from headstart.checkpoints.recall import answered, recall_prompt
@@ -25,14 +26,14 @@ def bits_per_byte(model: PreTrainedModel, data: bytes) -> float:
     for start in range(0, len(data) - 1, WINDOW):
         ids = token_ids(data[start : start + WINDOW], model.device)
         logits = model(ids[None], use_cache=False).logits[0, :-1].float()
-        bits += F.cross_entropy(logits, ids[1:], reduction="sum").item() / math.log(2)
+        bits += functional.cross_entropy(logits, ids[1:], reduction="sum").item() / math.log(2)
         count += len(ids) - 1
     return bits / count
 
 
 def byte_baselines(train: bytes, data: bytes) -> dict[str, float]:
     """Bits per byte of unigram and bigram counts of `train` on `data`, smoothed by one count."""
-    singles, doubles = Counter(train), Counter(zip(train, train[1:], strict=False))
+    singles, doubles = Counter(train), Counter(pairwise(train))
     followed = Counter(train[:-1])
 
     def unigram(byte: int) -> float:
@@ -42,7 +43,7 @@ def byte_baselines(train: bytes, data: bytes) -> dict[str, float]:
         return (doubles[last, byte] + unigram(byte)) / (followed[last] + 1)
 
     one = [-math.log2(unigram(byte)) for byte in data[1:]]
-    two = [-math.log2(bigram(last, byte)) for last, byte in zip(data, data[1:], strict=False)]
+    two = [-math.log2(bigram(last, byte)) for last, byte in pairwise(data)]
     return {"unigram": sum(one) / len(one), "bigram": sum(two) / len(two)}
 
 
@@ -59,9 +60,7 @@ def recall(
     """Share of questions answered, whole and by quarter of the distance back to the pair."""
     right, by_quarter = 0, [[0, 0] for _ in range(4)]
     for seed in range(prompts):
-        prompt = recall_prompt(
-            f"held out {seed}", length, text, pairs=pairs, questions=questions
-        )
+        prompt = recall_prompt(f"held out {seed}", length, text, pairs=pairs, questions=questions)
         ids = token_ids(prompt.data, model.device)
         predictions = model(ids[None], use_cache=False).logits[0].argmax(-1).tolist()
         for answer, correct in zip(prompt.answers, answered(prompt, predictions), strict=True):
@@ -108,7 +107,7 @@ def ablations(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
         yield "linear layers forget at every token", forgetful
     if "full_attention" in kinds:
         blind = copy.deepcopy(model)
-        for layer, kind in zip(blind.model.layers, kinds_of(blind), strict=True):
+        for layer, kind in zip(blind.model.layers, blind.config.layer_types, strict=True):
             if kind == "full_attention":
                 layer.self_attn.o_proj.weight.zero_()
         yield "full attention gives zero", blind
@@ -117,7 +116,3 @@ def ablations(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
         for layer in bare.model.layers:
             layer.self_attn.sinks.fill_(-1e4)
         yield "no sinks", bare
-
-
-def kinds_of(model: PreTrainedModel) -> list[str]:
-    return list(model.config.layer_types)

@@ -23,7 +23,7 @@ MAX_POSITIONS = 32_768
 
 
 def config(name: str) -> Qwen3NextConfig | GptOssConfig:
-    """Configuration of the model called `name`; every one is as small as its genuine head sizes let it be."""
+    """Configuration of the model called `name`: head sizes as in the large ones, all else small."""
     shared = {
         "vocab_size": VOCABULARY,
         "max_position_embeddings": MAX_POSITIONS,

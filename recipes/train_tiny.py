@@ -13,20 +13,25 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
-
 import corpus
 import measures
 import tiny_models
+import torch
 import training_paths
 from batches import ANSWER, LONGEST, TEXT, Batches
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 WARM_UP = 200
 WEIGHT_DECAY = 0.1
+# The runs behind the checkpoints that ship: what an option that is not given stands for.
+RUNS = {
+    "tiny-qwen3-next": {"steps": 2200, "stop": 1000, "rate": 2e-3, "seed": 0},
+    "tiny-gpt-oss": {"steps": 4000, "stop": 4000, "rate": 1e-3, "seed": 1},
+}
 
 
 def optimizer(model: PreTrainedModel, rate: float) -> torch.optim.AdamW:
@@ -54,17 +59,24 @@ def losses(
     """Mean cross entropy of text and of answers, in nats."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
         logits = model(ids[:, :-1], use_cache=False).logits
-    each = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    each = functional.cross_entropy(
+        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
     kinds = kinds.flatten()
     return tuple((each * (kinds == kind)).sum() / (kinds == kind).sum() for kind in (TEXT, ANSWER))
 
 
-def evaluation(model: PreTrainedModel, held_out: bytes, prompts: int) -> dict[str, float]:
+def evaluation(
+    model: PreTrainedModel, held_out: bytes, lengths: list[int], prompts: int
+) -> dict[str, float]:
+    on_cuda = model.device.type == "cuda"
     model.eval()
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.device.type == "cuda"):
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=on_cuda):
         result = {"bits_per_byte": measures.bits_per_byte(model, held_out[-32_768:])}
-        for length in (512, 2048, LONGEST):
-            score = measures.recall(model, held_out, length, prompts=prompts, pairs=20, questions=10)
+        for length in lengths:
+            score = measures.recall(
+                model, held_out, length, prompts=prompts, pairs=20, questions=10
+            )
             result[f"recall_{length}"] = score["accuracy"]
     model.train()
     return result
@@ -77,22 +89,37 @@ def save_master(model: PreTrainedModel, out: Path) -> None:
     (out / "master.new").replace(out / "master.safetensors")
 
 
+def load_master(model: PreTrainedModel, path: Path) -> None:
+    try:
+        state = load_file(path)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        model.load_state_dict(state)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise ValueError(f"init: {path} holds no weights of this model: {error}") from error
+
+
 def train(options: argparse.Namespace) -> None:
     text = corpus.load(options.text)
     model = tiny_models.new_model(options.model, options.seed)
     if options.init:
-        model.load_state_dict(load_file(options.init), strict=False)
-        model.tie_weights()
+        load_master(model, options.init)
     model.to(options.device).train()
     training_paths.use(model)
     torch.set_float32_matmul_precision("high")
     adam = optimizer(model, options.rate)
     data = Batches(
-        text.train, options.steps, options.tokens, options.seed + (1 if options.init else 0),
+        text.train,
+        options.steps,
+        options.tokens,
+        options.seed + (1 if options.init else 0),
         first_stage=options.first_stage,
     )
-    loader = DataLoader(data, batch_size=None, num_workers=options.workers,
-                        prefetch_factor=8 if options.workers else None)
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        num_workers=options.workers,
+        prefetch_factor=8 if options.workers else None,
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     log = (options.out / "log.jsonl").open("a")
     begun, recent = time.monotonic(), []
@@ -107,7 +134,8 @@ def train(options: argparse.Namespace) -> None:
         adam.zero_grad(set_to_none=True)
         recent.append(torch.stack([text_loss.detach(), answer_loss.detach(), norm]))
         done = step + 1
-        if done % 100 and done != options.steps:
+        last = done == min(options.steps, options.stop)
+        if done % options.log_every and not last:
             continue
         means = torch.stack(recent).mean(0).tolist()
         recent.clear()
@@ -115,31 +143,47 @@ def train(options: argparse.Namespace) -> None:
         entry |= dict(zip(("text_loss", "answer_loss", "gradient_norm"), means, strict=True))
         if not all(map(math.isfinite, means)):
             raise RuntimeError(f"training diverged by step {done}: {entry}")
-        if done % options.evaluate_every == 0 or done == options.steps:
+        if done % options.evaluate_every == 0 or last:
             save_master(model, options.out)
-            entry |= evaluation(model, text.held_out, options.prompts)
+            entry |= evaluation(model, text.held_out, options.lengths, options.prompts)
         print(json.dumps(entry), file=log, flush=True)
         print(options.model, json.dumps(entry), flush=True)
+        if last:
+            break
     tiny_models.save(model.cpu().float(), options.out / options.model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, choices=["tiny-qwen3-next", "tiny-gpt-oss"])
-    parser.add_argument("--text", required=True, type=Path, help="output of bible -f Gen1:1-Rev22:21")
+    parser.add_argument(
+        "--text", required=True, type=Path, help="output of bible -f Gen1:1-Rev22:21"
+    )
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, help="length of the schedule")
+    parser.add_argument("--stop", type=int, help="end after this step of the schedule")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, help="peak learning rate")
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--init", type=Path, help="master.safetensors of an earlier run")
-    parser.add_argument("--first-stage", type=float, default=0.0,
-                        help="share of the length stages to skip, for a run from --init")
+    parser.add_argument(
+        "--first-stage",
+        type=float,
+        default=0.0,
+        help="share of the length stages to skip, for a run from --init",
+    )
     parser.add_argument("--workers", type=int, default=6, help="processes that draw batches")
-    parser.add_argument("--evaluate-every", type=int, default=500)
+    parser.add_argument("--log-every", type=int, default=100)
+    parser.add_argument("--evaluate-every", type=int, default=250)
     parser.add_argument("--prompts", type=int, default=8, help="recall prompts an evaluation")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 2048, LONGEST], help="of those prompts"
+    )
     options = parser.parse_args()
+    for name, value in RUNS[options.model].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device; use --device cpu")
     try:

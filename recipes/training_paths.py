@@ -8,8 +8,8 @@ compare all of them with transformers.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -64,12 +64,12 @@ def full(
     query at the sink's own place, whose result is dropped, keeps the causal mask square.
     """
     batch, heads, _, size = query.shape
-    query, key, value = (F.pad(x, (0, 8, 1, 0)) for x in (query, key, value))
+    query, key, value = (functional.pad(x, (0, 8, 1, 0)) for x in (query, key, value))
     query = query.index_fill(3, torch.tensor(size, device=query.device), 1.0)
-    channel = F.one_hot(torch.tensor(size, device=query.device), size + 8).to(key.dtype)
+    channel = functional.one_hot(torch.tensor(size, device=query.device), size + 8).to(key.dtype)
     sink_key = (sinks / scaling).to(key.dtype)[:, None] * channel  # [HQ, D + 8]
     key = torch.cat([sink_key.expand(batch, heads, -1)[:, :, None], key[:, :, 1:]], dim=2)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out[:, :, 1:, :size]
 
 
@@ -81,11 +81,15 @@ def windowed(
     scaling: float,
     window: int,
 ) -> torch.Tensor:
-    """Attention within a window: blocks of `window` queries see their own keys and the block before."""
+    """Attention within a window: blocks of `window` queries see their own keys and those before."""
     length = query.shape[2]
     tail = -length % window
-    query, key, value = (F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, window)) for x in (query, key, value))
-    key, value = (torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], dim=3) for x in (key, value))
+    query, key, value = (
+        functional.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, window)) for x in (query, key, value)
+    )
+    key, value = (
+        torch.cat([functional.pad(x, (0, 0, 0, 0, 1, -1)), x], dim=3) for x in (key, value)
+    )
     scores = (query @ key.transpose(-1, -2)).float() * scaling  # [B, HQ, blocks, W, 2 W]
     row = torch.arange(window, device=query.device)[:, None]
     column = torch.arange(2 * window, device=query.device)
@@ -104,7 +108,7 @@ def all_experts(
     top_k_index: torch.Tensor,  # [T, k]
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Run every expert on every token: with four of them, cheaper than sorting tokens."""
+    """Run every expert on every token: for a few small ones, and no size depends on the routing."""
     experts = module.num_experts
     tokens = hidden_states.expand(experts, -1, -1)
     gate_up = torch.bmm(tokens, module.gate_up_proj) + module.gate_up_proj_bias[:, None]
@@ -121,14 +125,14 @@ def causal_convolution(
     activation: str | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Depthwise causal convolution and SiLU as shifted products: several times less backward time."""
+    """Depthwise causal convolution and SiLU as a sum of shifted products."""
     if bias is not None or activation != "silu":
         raise ValueError("training convolution: expected no bias and SiLU")
     length, width = hidden_states.shape[-1], weight.shape[-1]
-    rows = F.pad(hidden_states.transpose(1, 2), (0, 0, width - 1, 0))
+    rows = functional.pad(hidden_states.transpose(1, 2), (0, 0, width - 1, 0))
     weight = weight.to(rows.dtype)
     out = sum(rows[:, i : i + length] * weight[:, i] for i in range(width))
-    return F.silu(out).transpose(1, 2)
+    return functional.silu(out).transpose(1, 2)
 
 
 def gated_delta_rule(
@@ -189,5 +193,5 @@ def l2_normalised(x: torch.Tensor) -> torch.Tensor:
 
 def by_chunk(x: torch.Tensor) -> torch.Tensor:
     """[B, L, HV, n] -> float32 [B, HV, chunks, C, n], zeros behind the end."""
-    x = F.pad(x.float().transpose(1, 2), (0, 0, 0, -x.shape[1] % CHUNK))
+    x = functional.pad(x.float().transpose(1, 2), (0, 0, 0, -x.shape[1] % CHUNK))
     return x.unflatten(2, (-1, CHUNK))
