@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headstart import Gate, KVCache
-from headstart.integrations.transformers.caches import DeltaLayer, HybridCache, PagedLayer
+from headstart.integrations.transformers.caches import HybridCache
+from headstart.integrations.transformers.delta_layer import DeltaLayer
+from headstart.integrations.transformers.pages import PagedLayer
 
 if TYPE_CHECKING:
     from headstart.integrations.transformers.adapters import Adapter
+    from headstart.integrations.transformers.forward import Forward
 
 
-@dataclass(frozen=True)
-class KeyRange:
-    """What the mask of a softmax layer comes down to: which rows of the padded keys it sees.
+def padding_mask(
+    *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: Any
+) -> torch.Tensor | None:
+    """The mask function that transformers calls (AttentionMaskInterface): padding, as it came.
 
-    first: index of the first key row among all rows the cache has seen.
+    Causality and windows are the plan's matter, which knows the lengths.
     """
-
-    first: int
-    attention_mask: torch.Tensor | None
-
-
-def key_range(
-    *, kv_offset: int = 0, attention_mask: torch.Tensor | None = None, **_: Any
-) -> KeyRange:
-    """The mask function that transformers calls (AttentionMaskInterface)."""
-    return KeyRange(int(kv_offset), attention_mask)
+    if use_vmap:
+        raise ValueError(
+            "attention_mask: expected causal or sliding attention, got a mask function of the "
+            "caller's own, which headstart does not serve"
+        )
+    return attention_mask
 
 
 def attention(
@@ -38,116 +36,87 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: KeyRange | torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    output_attentions: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls (AttentionInterface).
 
-    query [B, HQ, L, D], key and value [B, HK, rows, D] -> [B, L, HQ, DV].
+    query [B, HQ, L, D], key and value [B, HK, rows, D] -> [B, L, HQ, DV]. The padding mask has been
+    read when the decoder's forward began; sliding_window counts keys, the query's own included.
     """
-    adapter: Adapter = module.headstart
+    adapter: Adapter | None = getattr(module, "headstart", None)
+    if adapter is None:
+        raise ValueError("model: attention 'headstart' needs enable(model)")
     if dropout:
         raise ValueError(f"dropout: expected 0, got {dropout}; headstart serves inference only")
-    if isinstance(attention_mask, torch.Tensor):
-        raise ValueError(
-            f"attention_mask: expected [B, tokens], got {list(attention_mask.shape)}; "
-            "headstart derives masks from lengths"
-        )
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise ValueError("is_causal: expected causal attention, got attention to all tokens")
+    if output_attentions:
+        raise ValueError("output_attentions: expected False, since no weights are ever stored")
     forward = adapter.forward(query.shape[0], query.shape[2])
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "window": sliding_window,
-        "sinks": s_aux,
-        "softcap": softcap,
-    }
-    q = forward.rows(query.transpose(1, 2))
-    cache = forward.cache
-    layer = cache.layers[module.layer_idx] if isinstance(cache, HybridCache) else None
-    if isinstance(layer, PagedLayer):
-        ends = [s + n for s, n in zip(forward.starts, forward.lengths, strict=True)]
-        assert layer.pages is not None
-        options["plan"] = layer.plan(forward.lengths, ends, query.device)
-        options |= {"cache": layer.pages.cache, "reproducible": True}
-        k = v = None
-    elif forward.packed is not None and key.shape[2] == query.shape[2]:
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        options |= {"plan": forward.packed_plan(), "reproducible": adapter.reproducible}
-    else:
-        k = v = None
-        first = attention_mask.first if isinstance(attention_mask, KeyRange) else 0
-        options["plan"] = forward.padded_plan(first, key.shape[2])
-        options["cache"] = KVCache(key.transpose(1, 2), value.transpose(1, 2))
-        options["reproducible"] = adapter.reproducible
     kind = "full_attention" if sliding_window is None else "sliding_attention"
-    o = adapter.call(module.layer_idx, kind, "extend_attention", q=q, k=k, v=v, **options)
+    cache = forward.cache
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    q = forward.rows(query.transpose(1, 2))
+    place: dict[str, Any] = {"reproducible": adapter.reproducible}
+    if isinstance(layer, PagedLayer):
+        pages = layer.pages
+        memory = pages.pool.memory(module.layer_idx, key, value)
+        k, v = (forward.rows(x.transpose(1, 2)) for x in (key, value))
+        adapter.write(kind, k=k, v=v, cache=memory, slots=pages.slots)
+        place = {"k": None, "v": None, "plan": pages.plan, "cache": memory, "reproducible": True}
+    elif layer is None:
+        k, v = (forward.rows(x.transpose(1, 2)) for x in (key, value))
+        place |= {"k": k, "v": v, "plan": forward.plan()}
+    else:
+        memory = KVCache(key.transpose(1, 2), value.transpose(1, 2))
+        place |= {"k": None, "v": None, "plan": forward.padded_plan(key.shape[2]), "cache": memory}
+    o = adapter.call(
+        module.layer_idx,
+        kind,
+        "extend_attention",
+        q=q,
+        scale=scaling,
+        window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+        **place,
+    )
     return forward.padded(o), None
 
 
-def linear_attention(module: Any) -> Callable[..., torch.Tensor]:
-    """A forward for one gated-delta-rule layer of Qwen3-Next or Qwen3.5."""
+def linear_attention(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The forward of a gated-delta-rule layer of Qwen3-Next or Qwen3.5.
 
-    def forward(
-        hidden_states: torch.Tensor,
-        cache: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        cache_params: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """[B, L, hidden size] -> the same; the cache's layer becomes headstart's at first use."""
-        return _linear(module, hidden_states, cache if cache is not None else cache_params)
-
-    return forward
-
-
-def _linear(module: Any, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
+    hidden_states [B, L, hidden size] -> the same; the output at padding is zero.
+    """
     adapter: Adapter = module.headstart
     forward = adapter.forward(*hidden_states.shape[:2])
-    mixed, z, b, a = (forward.rows(x) for x in _projections(module, hidden_states))
-    place: dict[str, Any] = {"schedule": forward.schedule(None, cache is not None)}
-    extra: dict[str, Any] = {}
-    if cache is not None:
-        layer = _delta_layer(cache, module.layer_idx)
-        memory = layer.prepare(
-            forward.batch,
-            H=module.num_k_heads,
-            HV=module.num_v_heads,
-            K=module.head_k_dim,
-            V=module.head_v_dim,
-            conv_channels=mixed.shape[-1],
-            conv_width=module.conv_kernel_size,
-            dtype=mixed.dtype,
-            device=mixed.device,
-        )
-        wanted = cache.wanted(forward) if isinstance(cache, HybridCache) else None
-        if wanted is not None and any(wanted):
-            slots = layer.snapshot_slots(wanted)
-            assert layer.slots is not None
-            memory = layer.slots.cache  # it may have grown
-            place["schedule"] = forward.schedule(wanted, True)
-            place["snapshots"] = memory.at(slots)
-        place["state"] = memory.at(layer.rows)
-    else:
-        extra["reproducible"] = adapter.reproducible
+    mixed, z, b, a = _projections(module, forward.rows(hidden_states))
+    convolution = module.conv1d
+    layer, rule, history = _places(module, forward, mixed, adapter)
 
     def call(operation: str, **arguments: Any) -> Any:
         return adapter.call(module.layer_idx, "linear_attention", operation, **arguments)
 
-    convolution = module.conv1d
-    y = call(
+    convolved = call(
         "causal_conv1d",
         x=mixed,
         weight=convolution.weight.squeeze(1),
         bias=convolution.bias,
         activation=module.activation,
-        **place,
-    ).y
-    q, k, v = y.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    o = call(
+        **history,
+    )
+    sizes = [module.key_dim, module.key_dim, module.value_dim]
+    q, k, v = convolved.y.split(sizes, dim=-1)
+    attended = call(
         "gated_delta_rule",
         q=q.unflatten(-1, (-1, module.head_k_dim)),
         k=k.unflatten(-1, (-1, module.head_k_dim)),
@@ -156,48 +125,72 @@ def _linear(module: Any, hidden_states: torch.Tensor, cache: Any) -> torch.Tenso
         beta=b,
         gate=Gate.raw(module.A_log, module.dt_bias, beta="logit"),
         qk_l2norm=True,
-        **place,
-        **extra,
-    ).o
-    norm = module.norm
-    o = call(
+        **rule,
+    )
+    if layer is not None:
+        schedule = rule["schedule"]
+        layer.advance(forward, any(schedule.drafts))
+        if schedule.M:
+            layer.keep(schedule.snapshot_positions, attended.snapshots, convolved.snapshots)
+    normed = call(
         "rms_norm_gated",
-        x=o,
-        weight=norm.weight,
-        gate=z.view_as(o),
-        eps=getattr(norm, "variance_epsilon", module.layer_norm_epsilon),
+        x=attended.o,
+        weight=module.norm.weight,
+        gate=z.view_as(attended.o),
+        eps=module.layer_norm_epsilon,
         activation=module.activation,
     )
-    return module.out_proj(forward.padded(o.flatten(1)))
+    return forward.padded(module.out_proj(normed.flatten(1)))
+
+
+def _places(
+    module: Any, forward: Forward, mixed: torch.Tensor, adapter: Adapter
+) -> tuple[DeltaLayer | None, dict[str, Any], dict[str, Any]]:
+    """The cache's layer, and where state and history of this step lie, as arguments."""
+    cache = forward.cache
+    if cache is None:
+        schedule = forward.schedule()
+        return (
+            None,
+            {"schedule": schedule, "reproducible": adapter.reproducible},
+            {"schedule": schedule},
+        )
+    layer: DeltaLayer = cache.layers[module.layer_idx]
+    memory = layer.prepare(
+        forward.batch,
+        H=module.num_k_heads,
+        HV=module.num_v_heads,
+        K=module.head_k_dim,
+        V=module.head_v_dim,
+        conv_channels=mixed.shape[-1],
+        conv_width=module.conv_kernel_size,
+        dtype=mixed.dtype,
+        device=mixed.device,
+    )
+    drafts = layer.drafts(forward.length)
+    wanted = cache.wanted(forward) if isinstance(cache, HybridCache) and not drafts else None
+    place = {
+        "schedule": forward.schedule(wanted, drafts),
+        "state": memory.at(range(forward.batch)),
+    }
+    if wanted is None:
+        return layer, place, place
+    return layer, place | {"snapshots": torch.float32}, place | {"snapshots": mixed.dtype}
 
 
 def _projections(
-    module: Any, hidden_states: torch.Tensor
+    module: Any, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The packed q, k, v [B, L, channels], and z, b, a."""
+    """Of hidden states [T, hidden size]: q, k, v [T, channels], z [T, HV V], b and a [T, HV]."""
     if hasattr(module, "in_proj_qkvz"):
-        q, k, v, z, b, a = module.fix_query_key_value_ordering(
-            module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states)
+        # The model's own splitting wants a batch.
+        q, k, v, z, b, a = (
+            x[0]
+            for x in module.fix_query_key_value_ordering(
+                module.in_proj_qkvz(rows[None]), module.in_proj_ba(rows[None])
+            )
         )
-        return torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1), z.flatten(2), b, a
+        return torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1), z.flatten(1), b, a
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    mixed, z, b, a = (getattr(module, name)(hidden_states) for name in names)
+    mixed, z, b, a = (getattr(module, name)(rows) for name in names)
     return mixed, z, b, a
-
-
-def _delta_layer(cache: Any, index: int) -> DeltaLayer:
-    """The cache's layer, replaced by one with canonical states while it is still empty."""
-    layer = cache.layers[index]
-    if isinstance(layer, DeltaLayer):
-        return layer
-    if _filled(layer):
-        raise ValueError(
-            "past_key_values: the model's own path has filled this cache; headstart needs a new one"
-        )
-    cache.layers[index] = DeltaLayer()
-    return cache.layers[index]
-
-
-def _filled(layer: Any) -> bool:
-    before = getattr(layer, "has_previous_state", False)
-    return any(before.values()) if isinstance(before, dict) else bool(before)
