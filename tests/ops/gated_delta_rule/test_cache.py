@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headstart import DeltaCache
+import headstart
+from headstart import DeltaCache, Schedule
 
 SIZES = {"H": 2, "HV": 4, "K": 16, "V": 24}
 
@@ -141,13 +142,40 @@ def test_a_history_that_left_the_ring_is_nan_and_is_refused_back():
     cache = cache_of(conv_channels=8, draft_tokens=4)
     cache.load([0], [64], states_of(1), torch.ones(1, 3, 8))
     # 40 more inputs went through the ring of 7 while the state stayed at 64
-    cache.tensors["history_end"][0] = 104
+    cache.tensors["history_first"][0], cache.tensors["history_end"][0] = 104 - 19, 104
     positions, states, histories = cache.export([0])
     assert positions.tolist() == [64]
     assert histories.isnan().all()
     with pytest.raises(ValueError, match=r"^histories: expected finite"):
         cache.load([1], positions, states, histories)
     assert cache.export([1])[0].tolist() == [0]
+
+
+def test_a_history_overwritten_by_dropped_drafts_is_not_kept():
+    """Seven drafts in a ring of ten columns reach back over what a smaller end seems to keep."""
+    cache = cache_of(conv_channels=8, draft_tokens=7)
+    at = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(200, 8, generator=at), torch.randn(8, 4, generator=at)
+
+    def step(start, stop, **arguments):
+        schedule = Schedule([stop - start], start_positions=start, device="cpu", **arguments)
+        return headstart.causal_conv1d(
+            x[start:stop], weight, schedule=schedule, state=cache.at([0]), snapshots=torch.float32
+        )
+
+    step(0, 133)
+    step(133, 140, drafts=True)
+    step(133, 134, drafts=True)  # drafts 134..139 are dropped, but they were written
+    cache.tensors["position"][0] = 128  # as the rule of the same layer would leave it
+    history = cache.export([0])[2]
+    assert history.isnan().all() or torch.equal(history[0], x[125:128])
+    with pytest.raises(ValueError, match=r"^snapshot_positions"):
+        step(134, 135, snapshot_positions=[[128]])
+    with pytest.raises(ValueError, match=r"^start_positions"):
+        step(129, 130)
+    y = step(133, 135).y  # what a rollback over the drafts needs is there
+    expected = headstart.causal_conv1d(x[:135], weight).y[133:]
+    assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize(

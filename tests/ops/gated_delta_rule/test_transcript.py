@@ -21,7 +21,6 @@ H, HV, K, V = 1, 2, 16, 24
 CHANNELS, WIDTH, DRAFTS = 6, 4, 7
 SLOTS, LIVE = 12, 5
 POOL = 1024  # inputs to draw from
-FIELDS = ("q", "k", "v", "g", "beta", "x")
 # dtype, arguments, per channel, relative error of a row, of a state; a key normalised in float32
 # may round to the other neighbour than one normalised in float64
 FORMS = {
@@ -36,6 +35,7 @@ class Token:
     """One token after one past: its inputs, the truth about it, and the bits it gave first."""
 
     inputs: dict[str, torch.Tensor]
+    x: np.ndarray
     state: np.ndarray
     o: np.ndarray
     y: np.ndarray
@@ -52,6 +52,12 @@ class Sequence:
     todo: list[Token] = field(default_factory=list)
     position: int = 0
     end: int = 0
+    highest: int = 0
+
+    @property
+    def oldest_history(self) -> int:
+        """The first position whose convolution history no draft has overwritten."""
+        return self.highest - DRAFTS
 
 
 class Engine:
@@ -62,7 +68,13 @@ class Engine:
         self.rule, self.convolve = rule, convolve
         self.dice, self.at = random.Random(seed), torch.Generator().manual_seed(seed)
         self.weight = torch.randn(CHANNELS, WIDTH, generator=self.at).to(self.dtype)
+        self.weight64 = oracle.wide(self.weight).T
         self.pool, self.grown = self.draw(), 0
+        self.truths = {name: oracle.wide(tensor) for name, tensor in self.pool.items()}
+        if self.arguments.get("qk_l2norm"):
+            self.truths["q"] = oracle.normalised(self.truths["q"])
+            k = torch.from_numpy(oracle.normalised(self.truths["k"])).to(self.dtype)
+            self.truths["k"] = oracle.wide(k)
         self.cache = self.new_cache(SLOTS)
         self.live: list[Sequence] = []
         self.snapshots: dict[int, list[Token]] = {}
@@ -96,18 +108,18 @@ class Engine:
 
     def grow(self, past: list[Token]) -> Token:
         """A new token after `past`, with its truth."""
-        inputs = {name: self.pool[name][self.grown % POOL] for name in FIELDS}
-        self.grown += 1
+        at, self.grown = self.grown % POOL, self.grown + 1
+        inputs = {name: tensor[at] for name, tensor in self.pool.items()}
+        truths = {name: array[at : at + 1] for name, array in self.truths.items()}
         if len(past) % 64 >= 32 and self.dice.random() < 0.08:
             inputs["g"] = inputs["g"].clone()
             inputs["g"][self.dice.randrange(HV)] = self.dice.choice([-float("inf"), -316.0])
-        rows = {name: tensor[None] for name, tensor in inputs.items() if name != "x"}
-        before = past[-1].state if past else None
-        truth = oracle.replay(**rows, state=before, **self.arguments)
-        window = [token.inputs["x"] for token in past[-WIDTH + 1 :]] + [inputs["x"]]
-        window = oracle.wide(torch.stack(window))
-        y = (oracle.wide(self.weight).T[-len(window) :] * window).sum(0)
-        return Token(inputs, truth.state, truth.o[0], y * oracle.sigmoid(y))
+            truths["g"] = oracle.wide(inputs["g"])[None]
+        x = truths.pop("x")
+        truth = oracle.replay(**truths, state=past[-1].state if past else None)
+        window = np.concatenate([*(token.x for token in past[-WIDTH + 1 :]), x])
+        y = (self.weight64[-len(window) :] * window).sum(0)
+        return Token(inputs, x, truth.state, truth.o[0], y * oracle.sigmoid(y))
 
     # What can happen
 
@@ -132,7 +144,7 @@ class Engine:
         if hits:
             hit, slot = max(hits)
             self.cache.copy([slot], [sequence.slot])
-            sequence.position = sequence.end = hit
+            sequence.position = sequence.end = sequence.highest = hit
             sequence.tokens = wanted[:hit]
         sequence.todo = wanted[len(sequence.tokens) :]
         self.live.append(sequence)
@@ -142,7 +154,7 @@ class Engine:
         if not self.away or not self.free or len(self.live) == LIVE:
             return
         tokens, stored = self.away.pop()
-        sequence = Sequence(self.free.pop(), tokens, [], len(tokens), len(tokens))
+        sequence = Sequence(self.free.pop(), tokens, [], *[len(tokens)] * 3)
         self.cache.load([sequence.slot], *stored)
         self.live.append(sequence)
 
@@ -156,7 +168,7 @@ class Engine:
             self.cache.reset([sequence.slot])
         elif how == "preempt":
             self.preempted.append(sequence.tokens + sequence.todo)
-        elif how == "move" and sequence.end and sequence.position >= sequence.end - DRAFTS:
+        elif how == "move" and sequence.end and sequence.position >= sequence.oldest_history:
             stored = self.cache.export([sequence.slot])
             assert stored[0].tolist() == [sequence.position]
             self.away.append((sequence.tokens[: sequence.position], stored))
@@ -174,7 +186,7 @@ class Engine:
             sequence = self.dice.choice(self.live)
             oldest = sequence.position
             if self.convolve:  # its history reaches back over the drafts, not over the tail
-                oldest = max(oldest, sequence.end - DRAFTS)
+                oldest = max(oldest, sequence.oldest_history)
             if oldest < len(sequence.tokens):
                 del sequence.tokens[self.dice.randint(oldest, len(sequence.tokens)) :]
                 sequence.todo = []
@@ -211,6 +223,7 @@ class Engine:
         ):
             start = len(sequence.tokens)
             sequence.end = start + len(tokens)
+            sequence.highest = max(sequence.highest if start else 0, sequence.end)
             sequence.position = (start if drafts else sequence.end) // 64 * 64
             path = sequence.tokens + tokens
             for position in positions:
@@ -234,7 +247,7 @@ class Engine:
         stop = start + len(tokens)
         opening = start // 64 * 64
         legal = [] if drafts else list(range(opening + 64, stop + 1, 64))
-        if opening >= sequence.end - DRAFTS or not self.convolve:
+        if opening >= sequence.oldest_history or not self.convolve:
             legal = [opening, *legal]
         positions = [p for p in legal if p > 0 and self.dice.random() < 0.4]
         return tokens, drafts, positions, self.dice.randint(0, count) if drafts else len(tokens)
@@ -253,15 +266,15 @@ class Engine:
             y = self.convolve(x, self.weight, schedule=schedule, state=state, snapshots=keep).y
         found = self.rule(*rows.values(), schedule=schedule, state=state, snapshots=keep,
                           **self.arguments).o  # fmt: skip
+        finite = rows["v"].isfinite().flatten(1).all(1).tolist()
+        wide, wide_y = oracle.wide(found), None if y is None else oracle.wide(y)
         row = 0
         for brought, *_ in plans:
-            clean = True
             for token in brought:
-                clean = clean and bool(rows["v"][row].isfinite().all())
-                if clean:
-                    token.seen = self.same(token.seen, found[row], token.o)
+                if finite[row]:  # a spoiled draft spoils those after it, which are spoiled too
+                    token.seen = self.same(token.seen, found[row], wide[row], token.o)
                     if y is not None:
-                        token.seen_y = self.same(token.seen_y, y[row], token.y)
+                        token.seen_y = self.same(token.seen_y, y[row], wide_y[row], token.y)
                 row += 1
 
     def spoil(self, plans, rows) -> None:
@@ -273,36 +286,36 @@ class Engine:
                     rows[name][row + accepted : row + len(brought)] = torch.nan
             row += len(brought)
 
-    def same(self, seen, found, truth):
+    def same(self, seen, found, wide, truth):
         """A row agrees with its truth, and with the bits it had before."""
-        distance = np.linalg.norm(oracle.wide(found) - truth)
-        assert distance <= self.row * (1 + np.linalg.norm(truth))
+        error = wide - truth
+        assert (error * error).sum() <= (self.row * (1 + np.abs(truth).max())) ** 2 * truth.size
         assert seen is None or torch.equal(seen, found)
-        return found.clone()
+        return found
 
     # Afterwards
 
-    def check(self, slots: list[int], paths: list[list[Token]]) -> None:
-        """Exported states and histories are those of the paths up to their positions."""
-        positions, states, histories = self.cache.export(slots)
-        for n, (position, path) in enumerate(zip(positions.tolist(), paths, strict=True)):
-            assert position == len(path)
-            truth = path[-1].state if path else np.zeros((HV, K, V))
-            distance = np.linalg.norm(oracle.wide(states[n]) - truth)
-            assert distance <= self.most * (1 + np.linalg.norm(truth))
-            if histories is not None and histories[n].isfinite().all():
-                window = [token.inputs["x"] for token in path[-WIDTH + 1 :]]
-                pad = [torch.zeros(CHANNELS, dtype=self.dtype)] * (WIDTH - 1 - len(window))
-                assert torch.equal(histories[n].to(self.dtype), torch.stack(pad + window))
+    def check(self, slot: int, path: list[Token], kept: bool) -> None:
+        """The exported state and history are those of the path; the history, if still kept."""
+        positions, states, histories = self.cache.export([slot])
+        assert positions.tolist() == [len(path)]
+        truth = path[-1].state if path else np.zeros((HV, K, V))
+        distance = np.linalg.norm(oracle.wide(states[0]) - truth)
+        assert distance <= self.most * (1 + np.linalg.norm(truth))
+        if histories is not None:
+            window = [token.inputs["x"] for token in path[-WIDTH + 1 :]]
+            pad = [torch.zeros(CHANNELS, dtype=self.dtype)] * (WIDTH - 1 - len(window))
+            right = torch.equal(histories[0].to(self.dtype), torch.stack(pad + window))
+            assert right or (not kept and histories.isnan().any())
 
     def settle(self) -> None:
         """Everything that is kept, once more: truth, history, and the bits of a cold prefill."""
         self.live = [sequence for sequence in self.live if sequence.end]  # the others hold nothing
         for sequence in self.live:
-            self.check([sequence.slot], [sequence.tokens[: sequence.position]])
+            kept = sequence.position >= sequence.oldest_history
+            self.check(sequence.slot, sequence.tokens[: sequence.position], kept)
         for slot, path in self.snapshots.items():
-            self.check([slot], [path])
-            assert not self.cache.export([slot])[2].isnan().any() if self.convolve else True
+            self.check(slot, path, True)
         kept = [(s.slot, s.tokens, s.position) for s in self.live]
         kept += [(slot, path, len(path)) for slot, path in self.snapshots.items()]
         for slot, path, position in kept:
@@ -338,14 +351,14 @@ def convolve(implementation):
     return run
 
 
-SEEDS = {"torch": 6, "reference": 1}
+SEEDS = {"torch": 5, "reference": 1}
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("part", range(4))
 def test_transcripts_of_the_rule_alone(rule, implementation, form, part):
     for seed in range(SEEDS[implementation]):
-        live(rule, None, form, seed=1000 * part + seed, turns=30)
+        live(rule, None, form, seed=1000 * part + seed, turns=25)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -354,7 +367,7 @@ def test_transcripts_with_the_convolution_in_the_same_cache(
     rule, convolve, implementation, form, part
 ):
     for seed in range(SEEDS[implementation]):
-        live(rule, convolve, form, seed=1000 * part + seed + 500, turns=30)
+        live(rule, convolve, form, seed=1000 * part + seed + 500, turns=25)
 
 
 def test_the_driver_reaches_every_kind_of_event():
