@@ -1,12 +1,13 @@
 """`headstart prefill` on the shipped checkpoints: figures, exit codes, and all bad input."""
 
 import json
+import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -21,10 +22,10 @@ MODELS = checkpoints.names()
 PROCESS = (sys.executable, "-m", "headstart.cli", "prefill", "--model", "tiny-qwen3-next")
 
 
-def run(*arguments):
-    return CliRunner().invoke(
-        headstart, ["prefill", *map(str, arguments)], prog_name="headstart", catch_exceptions=False
-    )
+def run(*arguments, continuation=2):
+    """The command in-process; a short continuation, since that is most of the time."""
+    words = ["prefill", *map(str, arguments), "--continuation", str(continuation)]
+    return CliRunner().invoke(headstart, words, prog_name="headstart", catch_exceptions=False)
 
 
 def assert_refused(result, words):
@@ -60,6 +61,7 @@ def test_compare_and_prefix_cache(model, prompt, tmp_path):
     result = run(
         *("--model", model, "--prompt-file", prompt(700), "--compare", "--prefix-cache"),
         *("--json", figures),
+        continuation=32,
     )
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -280,7 +282,9 @@ def test_the_model_is_given_back(prompt):
     loaded = load("tiny-qwen3-next")
     before = [dict(vars(each)) for each in loaded.model.modules()]
     ids = list(prompt(100).read_bytes())
-    report = run_job(loaded, ids, Options(prefix_cache=True, fixed_tiles=True, compare=True))
+    report = run_job(
+        loaded, ids, Options(prefix_cache=True, fixed_tiles=True, compare=True, continuation=1)
+    )
     assert report.breaches == []
     with pytest.raises(ValueError, match="implementation"):
         run_job(loaded, ids, Options(implementation="cuda"))
@@ -301,8 +305,9 @@ def test_a_bar_is_shown_only_to_those_who_wait(monkeypatch, capsys):
 
 
 def test_as_a_process(prompt):
+    asked = "--compare --prefix-cache --continuation 2"
     done = subprocess.run(
-        [*PROCESS, "--prompt-file", prompt(200), "--compare", "--prefix-cache"],
+        [*PROCESS, "--prompt-file", prompt(200), *asked.split()],
         capture_output=True,
         text=True,
         check=False,
@@ -311,20 +316,29 @@ def test_as_a_process(prompt):
     assert "192 of 200 tokens" in done.stdout
 
 
-def test_ctrl_c_ends_cleanly(prompt):
+def test_ctrl_c_ends_cleanly_and_a_terminal_sees_a_bar(prompt):
+    outer, inner = pty.openpty()
     process = subprocess.Popen(
         [*PROCESS, "--prompt-file", prompt(data=b"a" * 32_000), "--step", "16"],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=inner,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
     )
-    time.sleep(12)
-    assert process.poll() is None
+    os.close(inner)
+    seen = b""
+    while b"prefill" not in seen:
+        seen += os.read(outer, 4096)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    try:
+        while piece := os.read(outer, 4096):
+            seen += piece
+    except OSError:  # how a terminal says that its last writer has gone
+        pass
+    os.close(outer)
+    assert process.communicate(timeout=60)[0] == b""
     assert process.returncode == 130
-    assert out == ""
-    assert err.split() == ["headstart:", "interrupted"]
+    assert b"headstart: interrupted" in seen
+    assert b"Traceback" not in seen
 
 
 def test_shown_text_is_one_line():

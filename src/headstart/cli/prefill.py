@@ -36,6 +36,13 @@ PATIENCE = 1.0
 )
 @click.option("--compare", is_flag=True, help="Run the model's own path too, and compare.")
 @click.option("--implementation", metavar="NAME", help="Run this implementation, strictly.")
+@click.option(
+    "--continuation",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Tokens to predict after the prompt.",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
 @click.pass_context
 def command(
@@ -47,6 +54,7 @@ def command(
     fixed_tiles: bool,
     compare: bool,
     implementation: str | None,
+    continuation: int,
     json_file: str | None,
 ) -> None:
     """Prefill a prompt with a Qwen3-Next, Qwen3.5 or gpt-oss model.
@@ -68,6 +76,7 @@ def command(
         fixed_tiles=fixed_tiles,
         compare=compare,
         implementation=implementation,
+        continuation=continuation,
     )
     report = run_job(loaded, tokens(loaded, prompt), options, progress_bar)
     print_report(report)

@@ -156,6 +156,11 @@ def _tokenizer(folder: Path) -> tuple[Callable, Callable]:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"model: cannot load the tokenizer of {folder}: {error}") from error
+    return text_directions(tokenizer)
+
+
+def text_directions(tokenizer: Any) -> tuple[Callable, Callable]:
+    """`encode` and `decode` of a tokenizer; a vocabulary of bytes takes any, others take text."""
     if _is_bytes(tokenizer):
         return list, lambda ids: bytes(token for token in ids if token < 256)
 
