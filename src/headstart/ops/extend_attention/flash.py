@@ -21,9 +21,13 @@ Buffers = dict[str, torch.Tensor]
 
 
 def plain(call: ExtendCall, n: int) -> bool:
-    """Whether nothing but position decides what sequence n's rows see, and positions are runs."""
+    """Whether nothing but position decides what sequence n's rows see, and positions are runs.
+
+    The kernel hides keys before it scales, so a scale of 0 or below would turn -inf into NaN.
+    """
     positions = call.plan.key_positions is not None and call.plan.prefix[n] > 0
-    return call.softcap is None and call.custom_mask is None and not positions
+    plain_scores = call.softcap is None and call.scale > 0
+    return plain_scores and call.custom_mask is None and not positions
 
 
 def window_binds(call: ExtendCall, n: int) -> bool:

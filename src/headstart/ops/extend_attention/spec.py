@@ -245,6 +245,7 @@ def _expect_layout(plan: ExtendPlan, cache: KVCache) -> None:
                 f"cache: expected [B, max_length, HK, D] with max_length = {where.row}, "
                 f"got {cache.page_size}"
             )
+    if isinstance(where, Consecutive) or (plan.device.type == "cpu" and cache.device.type == "cpu"):
         plan.validate(cache)
 
 
@@ -269,10 +270,10 @@ def _scale(scale: float | None, D: int) -> float:
 def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if isinstance(softcap, (int, float)) and not isinstance(softcap, bool):
-        if 0 < softcap < math.inf:
-            return float(softcap)
-    raise ValueError(f"softcap: expected None or a finite float > 0, got {softcap!r}")
+    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+    if not number or not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: expected None or a finite float > 0, got {softcap!r}")
+    return float(softcap)
 
 
 def _expect_out(
@@ -332,7 +333,7 @@ def _check_values(call: ExtendCall) -> None:
             raise ValueError(f"{name}: expected finite values, got some that are not")
     if call.sinks is not None and bool(call.sinks.isnan().any()):
         raise ValueError("sinks: expected numbers, got NaN")
-    if call.plan.needs_cache and call.cache is not None:
+    if call.plan.needs_cache and call.cache is not None and call.part != "extend":
         call.plan.validate(call.cache)
 
 

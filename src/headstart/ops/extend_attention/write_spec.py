@@ -55,6 +55,8 @@ def bind(
         expect_shape("slots", slots, "[T]", (T,))
         expect_dtype("slots", slots, (torch.int32, torch.int64))
         expect_device("slots", slots, cache.device, "cache")
+        if slots.device.type == "cpu" and T and int(slots.max()) >= cache.slots:
+            raise ValueError(f"slots: expected slots below {cache.slots}, got {int(slots.max())}")
     else:
         listed = host_ints("slots", slots)
         if len(listed) != T:
