@@ -1,0 +1,227 @@
+"""What plans accept, keep and say."""
+
+import pytest
+import torch
+from tests.ops.extend_attention.oracle import draw, expect_close, expected
+
+import headstart
+from headstart import ExtendPlan, KVCache
+
+
+def test_a_plan_is_built_by_one_of_four_constructors():
+    with pytest.raises(TypeError, match="from_lengths, from_slots, from_pages or from_padded"):
+        ExtendPlan()
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+def test_lengths_and_pointers_are_lists_or_integer_tensors(make):
+    plans = [
+        ExtendPlan.from_lengths(make([2, 3]), make([4, 0]), device="cpu"),
+        ExtendPlan.from_slots(
+            make([2, 3]), make([0, 4, 4]), make([9, 8, 7, 6]), new_in_cache=False
+        ),
+        ExtendPlan.from_pages(
+            make([2, 3]), make([6, 3]), torch.tensor([[1], [0]]), 16, new_in_cache=True
+        ),
+        ExtendPlan.from_padded(make([2, 3]), make([6, 3]), 8, new_in_cache=True),
+    ]
+    for plan in plans:
+        assert plan.lengths == [2, 3]
+        assert plan.prefix == [4, 0]
+        assert plan.offsets == [0, 2, 5]
+        assert plan.query_start == [4, 0]
+        assert (plan.N, plan.T) == (2, 5)
+        assert "lengths=[2, 3]" in repr(plan)
+
+
+def test_the_device_is_that_of_the_indices():
+    indices = torch.zeros(4, dtype=torch.int64)
+    plan = ExtendPlan.from_slots([1], [0, 4], indices, new_in_cache=True)
+    assert plan.device == indices.device
+    assert ExtendPlan.from_slots([1], [0, 2], [3, 4], new_in_cache=False).device.type == "cpu"
+
+
+def test_nothing_is_kept_by_reference():
+    """An engine overwrites its buffers as soon as the constructor returns."""
+    batch = draw([2], [3])
+    lengths, indptr = torch.tensor([2]), torch.tensor([0, 3])
+    for dtype in (torch.int32, torch.int64):
+        indices = torch.tensor([2, 0, 1], dtype=dtype)
+        table = torch.tensor([[0]], dtype=dtype)
+        slots = ExtendPlan.from_slots(lengths, indptr, indices, new_in_cache=False)
+        pages = ExtendPlan.from_pages(lengths, torch.tensor([5]), table, 3, new_in_cache=False)
+        cache = KVCache(batch.prefix_k[[1, 2, 0]], batch.prefix_v[[1, 2, 0]])
+        want = headstart.extend_attention(batch.q, batch.k, batch.v, plan=slots, cache=cache)
+        indices.fill_(99)
+        table.fill_(99)
+        assert torch.equal(
+            headstart.extend_attention(batch.q, batch.k, batch.v, plan=slots, cache=cache), want
+        )
+        headstart.extend_attention(batch.q, batch.k, batch.v, plan=pages, cache=cache)
+
+
+def test_updates_describe_another_forward_in_the_memory_of_the_first():
+    batch = draw([2, 1], [3, 2])
+    slots = torch.tensor([4, 1, 0, 2, 3])
+    room = torch.empty(5, 1, 16), torch.empty(5, 1, 16)
+    room[0][slots], room[1][slots] = batch.prefix_k, batch.prefix_v
+    cache = KVCache(*room)
+    plan = ExtendPlan.from_slots([1], [0, 1], [0], new_in_cache=False, capacity=(4, 8, 16))
+    memory = plan.slots.indices.data_ptr()
+    buffer = slots.clone()
+    assert plan.update_([2, 1], [0, 3, 5], buffer, new_in_cache=False) is plan
+    buffer.fill_(99)
+    assert plan.slots.indices.data_ptr() == memory
+    found = headstart.extend_attention(
+        batch.q, batch.k, batch.v, plan=plan, cache=cache, return_lse=True
+    )
+    expect_close(found, expected(batch))
+    before = dict(plan.__dict__)
+    for arguments, said in (
+        (([9], [0, 1], [0]), "at most 8 tokens, got 9"),
+        (([1] * 5, [0] * 6, []), "at most 4 sequences, got 5"),
+        (([1], [0, 17], [0] * 17), "at most 16 keys, got 17"),
+        (([-1], [0, 1], [0]), "lengths: expected values >= 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan.update_(*arguments, new_in_cache=False)
+        assert plan.__dict__ == before
+    with pytest.raises(ValueError, match="capacity: expected at construction only"):
+        plan.update_([1], [0, 1], [0], new_in_cache=False, capacity=(1, 1, 1))
+
+
+def test_updated_pages_and_lengths():
+    batch = draw([2, 1], [20, 2])
+    table = torch.tensor([[3, 0], [1, 99]], dtype=torch.int32)
+    room = torch.full((4, 16, 1, 16), torch.nan), torch.full((4, 16, 1, 16), torch.nan)
+    for rows, store in ((batch.prefix_k, room[0]), (batch.prefix_v, room[1])):
+        store[3], store[0, :4], store[1, :2] = rows[:16], rows[16:20], rows[20:]
+    first = torch.zeros(1, 1, dtype=torch.int32)
+    plan = ExtendPlan.from_pages([1], [1], first, 16, new_in_cache=False, capacity=(2, 8, 64))
+    memory = plan.slots.table.data_ptr()
+    plan.update_([2, 1], [22, 3], table, 16, new_in_cache=False)
+    assert plan.slots.table.data_ptr() == memory
+    found = headstart.extend_attention(
+        batch.q, batch.k, batch.v, plan=plan, cache=KVCache(*room), return_lse=True
+    )
+    expect_close(found, expected(batch))
+    plan = ExtendPlan.from_lengths([1], device="cpu").update_([2, 1], [20, 2])
+    found = headstart.extend_attention(
+        batch.q,
+        batch.k,
+        batch.v,
+        plan=plan,
+        cache=KVCache(batch.prefix_k, batch.prefix_v),
+        return_lse=True,
+    )
+    expect_close(found, expected(batch))
+
+
+SLOTS = {"new_in_cache": False}
+WRONG = [
+    (lambda: ExtendPlan.from_lengths(3, device="cpu"), "new: expected a list or tensor"),
+    (lambda: ExtendPlan.from_lengths([1.5], device="cpu"), "new: expected integers, got 1.5"),
+    (lambda: ExtendPlan.from_lengths([-1], device="cpu"), "new: expected values >= 0, got -1"),
+    (lambda: ExtendPlan.from_lengths([1], [2, 3], device="cpu"), "prefix: expected one for each"),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=-2),
+        "query_start: expected values >= 0",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_start=[0, 0]),
+        "key_start: expected one for each of 1 sequences, got 2",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", mask_covers="prefix"),
+        'mask_covers: expected "all" or "new"',
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_positions=[0], query_start=9),
+        "key_positions: expected one for each of 2 prefix keys, got 1",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_positions=[0, 2]),
+        "query_start: expected positions beside key_positions",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", capacity=(1, 2)),
+        r"capacity: expected \(sequences, tokens, keys\)",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([4], [2], device="cpu", capacity=(1, 3, 2)),
+        "capacity: expected at most 3 tokens, got 4",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1, 2], [0, 2], [5, 6], **SLOTS),
+        r"kv_indptr: expected \[N \+ 1\] = \[3\] entries",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1, 1], [0, 2, 1], [5, 6], **SLOTS),
+        "kv_indptr: expected a running sum",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 3], [5, 6], **SLOTS),
+        r"kv_indices: expected kv_indptr\[-1\] = 3 entries, got 2",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([3], [0, 2], [5, 6], new_in_cache=True),
+        r"kv_indptr: expected prefix \+ new >= 3 keys for sequence 0, got 2",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 1], torch.zeros(1), **SLOTS),
+        "kv_indices: expected dtype int32 or int64",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([3], [2], [[0]], 16, **SLOTS),
+        r"kv_lengths: expected prefix \+ new >= 3 keys",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [40], [[0, 1]], 16, **SLOTS),
+        r"page_table: expected at least \[N, pages\] = \[1, 3\], got \[1, 2\]",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [4], [0, 1], 16, **SLOTS),
+        "page_table: expected 2 dimensions",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [4], [[0]], 0, **SLOTS),
+        "page_size: expected an integer >= 1",
+    ),
+    (
+        lambda: ExtendPlan.from_padded([1], [9], 8, new_in_cache=True),
+        "kv_lengths: expected at most max_length = 8 rows, got 9",
+    ),
+    (
+        lambda: ExtendPlan.from_padded([1], [8], 8, new_in_cache=True, offsets=[1]),
+        "kv_lengths: expected at most max_length = 8 rows, got 9",
+    ),
+    (
+        lambda: ExtendPlan.from_padded([1], [8], 0, new_in_cache=True),
+        "max_length: expected an integer >= 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), WRONG, ids=[said[:40] for _, said in WRONG])
+def test_a_wrong_plan_is_named(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_the_first_token_of_the_padded_cache_with_one_row_to_spare():
+    plan = ExtendPlan.from_padded([1], [9], 8, new_in_cache=False)
+    assert plan.prefix == [8]
+
+
+@pytest.mark.parametrize(("slot", "said"), [(-1, "got -1"), (8, "got 8")])
+def test_slots_outside_the_cache_are_found(slot, said):
+    plan = ExtendPlan.from_slots([1], [0, 2], [3, slot], new_in_cache=False)
+    cache = KVCache(torch.zeros(8, 1, 4), torch.zeros(8, 1, 4))
+    with pytest.raises(ValueError, match=rf"plan: expected slots in \[0, 8\), {said}"):
+        plan.validate(cache)
+    new = torch.zeros(1, 1, 4)
+    with pytest.raises(ValueError, match=f"plan: expected slots .*{said}"):
+        headstart.extend_attention(new, new, new, plan=plan, cache=cache)
+    if slot < 0:
+        with pytest.raises(ValueError, match="expected slots >= 0"):
+            plan.validate()

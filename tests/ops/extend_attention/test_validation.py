@@ -1,0 +1,201 @@
+"""A caller's mistake is one ValueError that names the argument; nothing is written before it."""
+
+import pytest
+import torch
+from tests.ops.extend_attention.oracle import draw
+
+import headstart
+from headstart import ExtendPlan, KVCache, Workspace, extend_attention, write_kv
+
+FP8 = torch.float8_e4m3fn
+
+
+def call(**changes):
+    """A valid call with some arguments changed."""
+    batch = draw([3, 2], [4, 1], 4, 2, 8)
+    arguments = {**batch.arguments(), **changes}
+    return extend_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def rows(*shape, **options):
+    return torch.zeros(*shape, **options)
+
+
+NEW_IN_CACHE = ExtendPlan.from_lengths([3, 2], [4, 1], device="cpu")
+NEW_IN_CACHE.new_in_cache = True
+PADDED = ExtendPlan.from_padded([3, 2], [7, 3], 8, new_in_cache=False)
+PAGED = ExtendPlan.from_pages([3, 2], [7, 3], [[0], [1]], 16, new_in_cache=False)
+
+WRONG = [
+    ({"q": [1]}, "q: expected a tensor, got list"),
+    ({"q": rows(5, 8)}, r"q: expected \[T, HQ, D\]"),
+    ({"q": rows(5, 4, 8, dtype=torch.int32)}, "q: expected dtype float32"),
+    ({"q": rows(5, 8, 4).transpose(1, 2)}, "q: expected a contiguous last dimension"),
+    ({"k": rows(5, 2, 7)}, r"k: expected \[T, HK, D\] = \[5, any, 8\], got \[5, 2, 7\]"),
+    ({"k": rows(4, 2, 8)}, r"k: expected \[T, HK, D\]"),
+    ({"k": rows(5, 2, 8, dtype=torch.bfloat16)}, "k: expected dtype float32, got bfloat16"),
+    ({"v": rows(5, 1, 8)}, r"v: expected \[T, HK, DV\] = \[5, 2, any\], got \[5, 1, 8\]"),
+    ({"v": rows(5, 2, 8, device="meta")}, "v: expected device cpu"),
+    ({"k": None}, "k, v: expected tensors"),
+    ({"v": None}, "k, v: expected tensors"),
+    ({"k": None, "part": "prefix"}, "k, v: expected both or neither"),
+    ({"q": rows(5, 3, 8)}, "q: expected HQ a multiple of HK = 2, got HQ = 3"),
+    ({"plan": [3, 2]}, "plan: expected an ExtendPlan, got list"),
+    ({"q": rows(4, 4, 8)}, "plan: expected at most T = 4 new tokens, got 5"),
+    ({"plan": NEW_IN_CACHE}, "k, v: expected None, since the plan says"),
+    ({"cache": None}, "cache: expected a KVCache, since the plan reads keys from it"),
+    ({"cache": (1, 2)}, "cache: expected a KVCache, got tuple"),
+    ({"cache": KVCache(rows(9, 1, 8), rows(9, 1, 8))}, r"cache.k: expected \[..., HK, D\]"),
+    ({"cache": KVCache(rows(9, 2, 8), rows(9, 2, 9))}, r"cache.v: expected \[..., HK, DV\]"),
+    ({"cache": KVCache(rows(4, 2, 8), rows(4, 2, 8))}, r"plan: expected slots in \[0, 4\), got 4"),
+    (
+        {"plan": PADDED, "cache": KVCache(rows(2, 9, 2, 8), rows(2, 9, 2, 8))},
+        r"cache: expected \[B, max_length, HK, D\] with max_length = 8, got 9",
+    ),
+    (
+        {"plan": PAGED, "cache": KVCache(rows(2, 8, 2, 8), rows(2, 8, 2, 8))},
+        "cache: expected pages of 16 rows, as the plan says, got 8",
+    ),
+    ({"window": 0}, "window: expected None or a count of keys >= 1"),
+    ({"window": -1}, "window: expected None or a count of keys >= 1"),
+    ({"window": 2.0}, "window: expected None or a count of keys >= 1"),
+    ({"window": True}, "window: expected None or a count of keys >= 1"),
+    ({"scale": float("nan")}, "scale: expected None or a finite float"),
+    ({"scale": "1"}, "scale: expected None or a finite float"),
+    ({"softcap": 0.0}, "softcap: expected None or a finite float > 0"),
+    ({"softcap": -2.0}, "softcap: expected None or a finite float > 0"),
+    ({"softcap": float("inf")}, "softcap: expected None or a finite float > 0"),
+    ({"sinks": rows(2)}, r"sinks: expected \[HQ\] = \[4\], got \[2\]"),
+    ({"sinks": rows(4, dtype=torch.int64)}, "sinks: expected dtype"),
+    ({"sinks": rows(4), "part": "prefix"}, 'sinks: expected None with part="prefix"'),
+    ({"sinks": rows(4), "part": "extend"}, 'sinks: expected None with part="extend"'),
+    ({"part": "new"}, 'part: expected "all", "prefix" or "extend"'),
+    ({"custom_mask": rows(27)}, "custom_mask: expected dtype bool or uint8"),
+    (
+        {"custom_mask": rows(26, dtype=torch.bool)},
+        r"custom_mask: expected \[entries of all sequences\] = \[27\], got \[26\]",
+    ),
+    ({"out": rows(5, 4, 9)}, r"out: expected \[T, HQ, DV\] = \[5, 4, 8\]"),
+    ({"out": rows(5, 4, 8).bfloat16()}, "out: expected dtype float32"),
+    ({"out": rows(1, 4, 8).expand(5, -1, -1)}, "out: expected memory of its own"),
+    ({"out": (rows(5, 4, 8), rows(5, 2))}, r"out\[1\]: expected \[T, HQ\] = \[5, 4\]"),
+    ({"out": (rows(5, 4, 8),)}, r"out: expected a tensor or a pair \(o, lse\)"),
+    ({"workspace": 7}, "workspace: expected a Workspace, got int"),
+    ({"implementation": "fastest"}, "implementation: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said[:50] for _, said in WRONG])
+def test_a_wrong_argument_is_named(changes, said):
+    call()
+    with pytest.raises(ValueError, match=said):
+        call(**changes)
+
+
+def test_nothing_is_written_before_a_mistake_is_found():
+    out = torch.full((5, 4, 8), 7.0)
+    with pytest.raises(ValueError, match="softcap"):
+        call(out=out, softcap=-1.0)
+    assert bool((out == 7).all())
+
+
+def test_an_input_that_requires_grad_is_an_error_only_in_grad_mode():
+    for name, shape in (("q", (5, 4, 8)), ("k", (5, 2, 8)), ("v", (5, 2, 8)), ("sinks", (4,))):
+        tensor = torch.randn(shape, requires_grad=True)
+        with pytest.raises(ValueError, match=rf"{name}: requires grad, .*torch.inference_mode"):
+            call(**{name: tensor})
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                call(**{name: tensor})
+
+
+def test_an_unknown_implementation_declines():
+    with pytest.raises(headstart.Declined, match="no implementation called hopper"):
+        call(implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: KVCache(rows(3, 8), rows(3, 8)), r"cache.k: expected \[S, HK, D\] or"),
+        (lambda: KVCache(rows(3, 0, 8), rows(3, 0, 8)), "cache.k: expected at least one head"),
+        (lambda: KVCache(rows(3, 1, 8), rows(4, 1, 8)), r"cache.v: expected \[S, HK, DV\]"),
+        (
+            lambda: KVCache(rows(3, 4, 1, 8), rows(3, 2, 1, 8)),
+            r"cache.v: expected \[pages, page_size, HK, DV\] = \[3, 4, 1, any\]",
+        ),
+        (
+            lambda: KVCache(rows(3, 1, 8), rows(3, 1, 8).bfloat16()),
+            "cache.v: expected dtype float32, got bfloat16",
+        ),
+        (
+            lambda: KVCache(rows(3, 1, 8).to(FP8), rows(3, 1, 8).to(FP8)),
+            r"k_scale: expected a float, \[1\] or \[HK\] for a float8 cache, got None",
+        ),
+        (
+            lambda: KVCache(rows(3, 1, 8).to(FP8), rows(3, 1, 8).to(FP8), 1.0),
+            "v_scale: expected a float",
+        ),
+        (
+            lambda: KVCache(rows(3, 2, 8).to(FP8), rows(3, 2, 8).to(FP8), 1.0, torch.ones(3)),
+            r"v_scale: expected \[1\] or \[2\], got \[3\]",
+        ),
+        (
+            lambda: KVCache(rows(3, 2, 8).to(FP8), rows(3, 2, 8).to(FP8), 0.0, 1.0),
+            "k_scale: expected a scale > 0, got 0.0",
+        ),
+        (lambda: KVCache(rows(3, 1, 8), rows(3, 1, 8), 1.0), "k_scale: expected None for a cache"),
+    ],
+)
+def test_a_wrong_cache_is_named(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"k": rows(2, 2, 8)}, r"k: expected \[T, HK, D\] = \[2, 1, 8\], got \[2, 2, 8\]"),
+        ({"v": rows(3, 1, 4)}, r"v: expected \[T, HK, DV\] = \[2, 1, 4\]"),
+        ({"k": rows(2, 1, 8, dtype=torch.int32)}, "k: expected dtype"),
+        ({"cache": 3}, "cache: expected a KVCache, got int"),
+        ({"slots": [0]}, "slots: expected one for each of 2 tokens, got 1"),
+        ({"slots": torch.zeros(3, dtype=torch.int64)}, r"slots: expected \[T\] = \[2\]"),
+        ({"slots": torch.zeros(2)}, "slots: expected dtype int32 or int64"),
+        ({"slots": [0, 9]}, "slots: expected slots below 9, got 9"),
+        ({"slots": torch.tensor([0, 9])}, "slots: expected slots below 9, got 9"),
+        ({"slots": [3, 3]}, "slots: expected every slot to be written once"),
+    ],
+)
+def test_a_wrong_write_is_named(changes, said):
+    cache = KVCache(rows(9, 1, 8), rows(9, 1, 4))
+    arguments = {"k": rows(2, 1, 8), "v": rows(2, 1, 4), "cache": cache, "slots": [3, 4]}
+    write_kv(**arguments)
+    with pytest.raises(ValueError, match=said):
+        write_kv(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_checks_find_values_that_are_not_finite(monkeypatch, name, value):
+    batch = draw([3, 2], [4, 1], 4, 2, 8)
+    getattr(batch, name)[4, 0, 3] = value
+    call(**{name: getattr(batch, name)})
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    call()
+    with pytest.raises(ValueError, match=f"{name}: expected finite values"):
+        call(**{name: getattr(batch, name)})
+
+
+def test_checks_find_a_slot_written_twice(monkeypatch):
+    cache = KVCache(rows(9, 1, 8), rows(9, 1, 8))
+    slots = torch.tensor([3, 3])
+    write_kv(rows(2, 1, 8), rows(2, 1, 8), cache, slots)
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    with pytest.raises(ValueError, match="slots: expected every slot to be written once"):
+        write_kv(rows(2, 1, 8), rows(2, 1, 8), cache, slots)
+
+
+def test_a_workspace_of_another_device_is_an_error():
+    with pytest.raises(ValueError, match="workspace: expected device cpu, got meta"):
+        call(workspace=Workspace("meta"))
