@@ -142,7 +142,7 @@ def test_a_history_that_left_the_ring_is_nan_and_is_refused_back():
     cache = cache_of(conv_channels=8, draft_tokens=4)
     cache.load([0], [64], states_of(1), torch.ones(1, 3, 8))
     # 40 more inputs went through the ring of 7 while the state stayed at 64
-    cache.tensors["history_first"][0], cache.tensors["history_end"][0] = 104 - 19, 104
+    cache.tensors["history_first"][0], cache.tensors["history_end"][0] = 97, 104
     positions, states, histories = cache.export([0])
     assert positions.tolist() == [64]
     assert histories.isnan().all()

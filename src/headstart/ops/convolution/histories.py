@@ -130,18 +130,20 @@ class Histories:
         slot, position = self._ints(slots)[chosen], self._ints(places)[chosen]
         columns = (position[:, None] + self._span) % target.cache.history_columns
         tensors["history"][slot[:, None], :, columns] = kept[chosen]
+        first = (position + 1 - self.call.width).clamp(min=0)
+        tensors["history_first"][slot, 0] = first.to(torch.int32)
         tensors["history_end"][slot, 0] = position.to(torch.int32)
 
     def _expect_in_ring(self, cache: DeltaCache, slots: list[int]) -> None:
         if cache.device.type != "cpu":
             return
-        schedule, columns = self.call.schedule, cache.history_columns
-        ends = cache.tensors["history_end"][:, 0].tolist()
+        schedule = self.call.schedule
+        firsts, ends = (cache.tensors[f"history_{name}"][:, 0] for name in ("first", "end"))
         for n, (slot, start) in enumerate(zip(slots, schedule.starts, strict=True)):
             if slot < 0 or start == 0:
                 continue
-            end = ends[slot]
-            first = 0 if end <= columns else end - columns + self.call.width - 1
+            first, end = int(firsts[slot]), int(ends[slot])
+            first = first and first + self.call.width - 1  # inputs below position 0 are zeros
             if not first <= start <= end:
                 raise ValueError(
                     f"start_positions: sequence {n} in slot {slot} has the convolution inputs for "
@@ -172,7 +174,11 @@ class Histories:
         position = position[n, column]
         rows = self._offsets[n] + position - self._starts[n]
         cache.tensors["history"][slot[n], :, position % columns] = self.call.x[rows]
-        cache.tensors["history_end"][slot[written], 0] = self._ends[written].to(torch.int32)
+        slot, starts, ends = slot[written], self._starts[written], self._ends[written]
+        first = torch.where(starts == 0, 0, cache.tensors["history_first"][slot, 0])
+        first = torch.maximum(first, ends - columns)
+        cache.tensors["history_first"][slot, 0] = first.to(torch.int32)
+        cache.tensors["history_end"][slot, 0] = ends.to(torch.int32)
 
 
 def allocate(call: ConvolutionCall) -> torch.Tensor:

@@ -44,7 +44,8 @@ class DeltaCache:
         tail_k [S, H, R, K], tail_v [S, HV, R, V] in dtype, tail_decay [S, HV, R] or [S, HV, R, K]
         and tail_beta [S, HV, R] float32 (R = 64 + 2 draft_tokens rows, row = position modulo R);
         with a convolution history [S, channels, width - 1 + draft_tokens] in dtype (column =
-        position modulo its length) and history_end [S, 1] int32.
+        position modulo its length), history_first and history_end [S, 1] int32 (the oldest input
+        that no later one has overwritten, and the end).
     bytes_per_slot: memory of one slot in bytes.
 
     A state at position 0 reads as zeros, whatever the memory holds.
@@ -120,6 +121,7 @@ class DeltaCache:
         if self.conv_channels:
             channels, columns = self.conv_channels, self.history_columns
             layout["history"] = ("[S, channels, columns]", (S, channels, columns), self.dtype)
+            layout["history_first"] = ("[S, 1]", (S, 1), torch.int32)
             layout["history_end"] = ("[S, 1]", (S, 1), torch.int32)
         return layout
 
@@ -145,7 +147,7 @@ class DeltaCache:
     def reset(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Make slots empty."""
         index = self._index("slots", slots)
-        for name in ("position", "end", "history_end"):
+        for name in ("position", "end", "history_first", "history_end"):
             if name in self.tensors:
                 self.tensors[name][index] = 0
 
@@ -181,8 +183,8 @@ class DeltaCache:
         histories = rows.gather(
             2, (at % columns)[:, None].expand(-1, self.conv_channels, -1)
         ).transpose(1, 2)
-        end = self.tensors["history_end"][index].long()  # [N, 1]
-        gone = (at < end - columns) | (at >= end)
+        first, end = (self.tensors[f"history_{name}"][index] for name in ("first", "end"))
+        gone = (at < first) | (at >= end)  # [N, width - 1]
         histories = torch.where(gone[..., None], torch.nan, histories)
         return torch.where((at < 0)[..., None], 0.0, histories).contiguous()
 
@@ -227,6 +229,7 @@ class DeltaCache:
             rows = self.tensors["history"][index]
             rows.scatter_(2, columns, histories.to(rows).transpose(1, 2))
             self.tensors["history"][index] = rows
+            self.tensors["history_first"][index] = at[:, :1].clamp(min=0).to(torch.int32)
             self.tensors["history_end"][index] = place[:, None].to(torch.int32)
 
     def _index(self, name: str, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -68,8 +68,7 @@ def scan_bytes(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
     """Bytes that `scan` takes from the workspace."""
     if not steps:
         return 0
-    H, HV, K, V = call.sizes
-    shapes = chunk_shapes(_units(call, steps), HV // H, K, V, call.per_channel)
+    shapes = chunk_shapes(*_extents(call, steps), call.per_channel)
     return sum(_count(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
@@ -79,10 +78,19 @@ def scan(
     """Compute `steps`: outputs, states, tails and snapshots."""
     if not steps:
         return
-    H, HV, K, V = call.sizes
     for runs in groups(call, steps):
-        chunk = Chunk.allocate(workspace, _units(call, steps), HV // H, K, V, call.per_channel)
+        chunk = Chunk.allocate(workspace, *_extents(call, steps), call.per_channel)
         GroupScan(call, stores, chunk, runs).run()
+
+
+def _extents(call: GatedDeltaCall, steps: list[SequenceStep]) -> tuple[int, int, int, int]:
+    """U, R, K and V of the tiles.
+
+    Head sizes are padded with zeros to a multiple of 16: rows of other sizes start at addresses
+    for which a library product may sum in another order.
+    """
+    H, HV, K, V = call.sizes
+    return _units(call, steps), HV // H, -(-K // 16) * 16, -(-V // 16) * 16
 
 
 def _units(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
@@ -103,7 +111,7 @@ class GroupScan:
 
     def __init__(self, call: GatedDeltaCall, stores: Stores, chunk: Chunk, runs: list[Run]) -> None:
         self.call, self.stores, self.chunk, self.runs = call, stores, chunk, runs
-        H, HV, _, _ = call.sizes
+        H, HV, self.K, self.V = call.sizes
         self.ratio = HV // H
         self.buffers = chunk.buffers
         self.q, self.k = call.q, call.k
@@ -150,8 +158,8 @@ class GroupScan:
 
     def _state(self, run: Run) -> torch.Tensor:
         """S of the run, [heads, R, K, V]."""
-        state = self.buffers["state"][run.units]
-        return state.unflatten(2, (self.ratio, -1)).transpose(1, 2)
+        state = self.buffers["state"][run.units, : self.K]
+        return state.unflatten(2, (self.ratio, -1)).transpose(1, 2)[..., : self.V]
 
     def _state_of_heads(self, run: Run) -> torch.Tensor:
         return self._state(run).flatten(0, 1)
@@ -193,6 +201,8 @@ class GroupScan:
         b["keys"][:, CHUNK:].mul_(call.scale)
         if call.g is not None and call.gate.kind != "log":
             b["decay"].copy_(call.gate.decay(b["decay"], self.a_log, self.dt_bias))
+            if call.per_channel:
+                b["decay"][..., self.K :].zero_()
         if call.beta is not None and call.gate.beta != "value":
             b["beta"].copy_(call.gate.strength(b["beta"]))
         for run, new in partial:
@@ -207,18 +217,24 @@ class GroupScan:
         b, step = self.buffers, run.step
         rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
         at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
-        keys = b["keys"][run.units].unflatten(1, (2, CHUNK))
+        keys = b["keys"][run.units, :, : self.K].unflatten(1, (2, CHUNK))
         keys[:, 0, at].copy_(self.k[rows, run.heads].transpose(0, 1))
         keys[:, 1, at].copy_(self.q[rows, run.heads].transpose(0, 1))
-        b["values"][run.units, at].copy_(self.v[rows, run.heads].transpose(0, 1))
+        values = b["values"][run.units, at, :, : self.V]
+        values.copy_(self.v[rows, run.heads].transpose(0, 1))
         if self.g is not None:
-            b["decay"][run.units, :, at].copy_(self.g[rows, run.heads].movedim(0, 2))
+            self._decay(run, at).copy_(self.g[rows, run.heads].movedim(0, 2))
         else:
             b["decay"][run.units, :, at] = 0.0
         if self.beta is not None:
             b["beta"][run.units, :, at].copy_(self.beta[rows, run.heads].movedim(0, 2))
         else:
             b["beta"][run.units, :, at] = 1.0
+
+    def _decay(self, run: Run, at: slice) -> torch.Tensor:
+        """Decays of the rows `at`, [heads, R, rows] or [heads, R, rows, K]."""
+        decay = self.buffers["decay"][run.units, :, at]
+        return decay[..., : self.K] if self.call.per_channel else decay
 
     def _mask(self, run: Run, new: range) -> None:
         """Gates of rows that are no new tokens: no decay, no update."""
@@ -248,23 +264,21 @@ class GroupScan:
         heads = run.value_heads(self.ratio)
         ring = torch.arange(positions.start, positions.stop, device=cache.device) % cache.tail_rows
         at = slice(positions.start % CHUNK, positions.start % CHUNK + len(positions))
+        keys = b["keys"][run.units, at, : self.K]
+        values = b["values"][run.units, at, :, : self.V].transpose(1, 2)
         pairs = (
-            (b["keys"][run.units, at], t["tail_k"][slot, run.heads]),
-            (
-                b["values"][run.units, at].transpose(1, 2).flatten(0, 1),
-                t["tail_v"][slot, heads],
-            ),
-            (b["decay"][run.units, :, at].flatten(0, 1), t["tail_decay"][slot, heads]),
+            (keys, t["tail_k"][slot, run.heads]),
+            (values.flatten(0, 1), t["tail_v"][slot, heads]),
+            (self._decay(run, at).flatten(0, 1), t["tail_decay"][slot, heads]),
             (b["beta"][run.units, :, at].flatten(0, 1), t["tail_beta"][slot, heads]),
         )
         if not read:
             for tile, tail in pairs:
                 tail[:, ring] = tile.to(tail.dtype)
             return
-        b["keys"][run.units, at] = pairs[0][1][:, ring].float()
-        values = pairs[1][1][:, ring].float().unflatten(0, (-1, self.ratio))
-        b["values"][run.units, at] = values.transpose(1, 2)
-        b["decay"][run.units, :, at] = pairs[2][1][:, ring].unflatten(0, (-1, self.ratio))
+        keys.copy_(pairs[0][1][:, ring])
+        values.copy_(pairs[1][1][:, ring].unflatten(0, (-1, self.ratio)))
+        self._decay(run, at).copy_(pairs[2][1][:, ring].unflatten(0, (-1, self.ratio)))
         b["beta"][run.units, :, at] = pairs[3][1][:, ring].unflatten(0, (-1, self.ratio))
 
     def _store(self, run: Run, count: int) -> None:
@@ -273,7 +287,7 @@ class GroupScan:
             rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
             at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
             out = self.buffers["out"].unflatten(0, (-1, self.ratio))[run.units, :, at]
-            self.o[rows, run.heads].copy_(out.movedim(2, 0))
+            self.o[rows, run.heads].copy_(out[..., : self.V].movedim(2, 0))
         reached = self._ends(run, count)
         if reached % CHUNK == 0:
             self._keep(run, reached)
@@ -291,10 +305,11 @@ class GroupScan:
             if parameter is None:
                 found.append(None)
                 continue
-            tile = torch.zeros(units, R, *parameter.shape[1:], device=parameter.device)
+            wide = self.buffers["decay"].shape[3:] if parameter.dim() == 2 else ()
+            tile = torch.zeros(units, R, *wide, device=parameter.device)
             for run in self.runs:
-                heads = run.value_heads(self.ratio)
-                tile[run.units] = parameter[heads].float().unflatten(0, (-1, R))
+                own = parameter[run.value_heads(self.ratio)].float().unflatten(0, (-1, R))
+                tile[run.units][..., : own.shape[-1]] = own
             found.append(tile[:, :, None])  # one for every row
         a_log, dt_bias = found
         if self.call.per_channel and a_log is not None:
