@@ -14,7 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
 import headstart
 from headstart.integrations.transformers import layers
@@ -71,6 +71,8 @@ class Adapter:
         name = "cache" if "cache" in self.names else "past_key_values"
         caches = [given.pop(key, None) for key in ("cache", "past_key_values")]
         cache = next((one for one in caches if one is not None), None)
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(f"past_key_values: expected a Cache, got {type(cache).__name__}")
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given.get("inputs_embeds")
@@ -149,8 +151,9 @@ class Adapter:
         with dispatch.watching() as ran:
             result = getattr(headstart, operation)(**arguments, implementation=self.implementation)
         key = (kind, operation, ran[-1][1])
-        self.statistics.calls[key] += 1
-        self.statistics.seconds[key] += time.perf_counter() - began
+        with _COUNTING:
+            self.statistics.calls[key] += 1
+            self.statistics.seconds[key] += time.perf_counter() - began
         return result
 
     def change(self, module: Any, name: str, value: Any) -> None:
@@ -170,6 +173,7 @@ class Adapter:
 
 
 _NOTHING = "headstart: there was no such attribute"
+_COUNTING = threading.Lock()  # one for all, since an adapter is copied with its model
 
 
 def enable(model: Any, *, implementation: str | None = None, reproducible: bool = False) -> Any:
@@ -195,9 +199,9 @@ def enable(model: Any, *, implementation: str | None = None, reproducible: bool 
     Raises ValueError if the model has no layer that headstart serves, one whose configuration it
     does not serve, or is already enabled.
     """
-    if getattr(model, NAME, None) is not None:
-        raise ValueError("model: it is already enabled; disable(model) first")
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    if any(NAME in vars(module) for module in modules):
+        raise ValueError("model: it is already enabled; disable(model) first")
     found = [m for m in modules if _is(m, LINEAR) or _is(m, SOFTMAX)]
     decoders = [m for m in modules if _is(m, DECODERS)]
     if not found or not decoders:

@@ -22,7 +22,8 @@ class HybridCache(Cache):
 
     Linear layers keep canonical states, softmax layers keep all keys in pages of 64 tokens (also
     those with a window: a hit may need them). It grows with the sequences. Pass it to an enabled
-    model as the cache of a forward or of `generate`; its softmax layers are reproducible.
+    model as the cache of a forward or of `generate`; its softmax layers are reproducible. One
+    thread at a time may use a cache and those restored from it: they share memory that grows.
 
     Parameters
     ----------
@@ -72,6 +73,8 @@ class HybridCache(Cache):
 
         A model without linear layers can be restored at every multiple of 64 that it has seen.
         """
+        if not 0 <= row < max(self._batch, 1):
+            raise ValueError(f"row: expected 0 to {max(self._batch, 1) - 1}, got {row}")
         places: list[set[int]] = []
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
@@ -88,7 +91,8 @@ class HybridCache(Cache):
         caches writes to them. ValueError if nothing was kept there.
         """
         expect_multiple("position", position)
-        if position and position not in (kept := self.snapshots(row)):
+        kept = self.snapshots(row)
+        if position and position not in kept:
             raise ValueError(f"position: expected a kept one, of {kept}, got {position}")
         twin = HybridCache.__new__(HybridCache)
         twin.snapshot_positions, twin.snapshot_every = self.snapshot_positions, self.snapshot_every
@@ -175,8 +179,6 @@ def adopt(cache: Any, linear: Sequence[int], softmax: Sequence[int]) -> None:
 
     Raises ValueError if it is no cache of this model, or one that the model's own path has filled.
     """
-    if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values: expected a Cache, got {type(cache).__name__}")
     if linear and len(cache.layers) <= max(linear):
         raise ValueError(
             "past_key_values: expected a cache made for this model, such as "
@@ -214,10 +216,11 @@ def known_lengths(cache: Any) -> list[int] | None:
 
     Raises ValueError if they differ, as after a forward that an error has ended.
     """
-    counts = [x.lengths for x in cache.layers if isinstance(x, (DeltaLayer, PagedLayer))]
-    if any(count != counts[0] for count in counts):
+    counted = [x for x in cache.layers if isinstance(x, (DeltaLayer, PagedLayer))]
+    counts = [x.lengths for x in counted]
+    if any(count != counts[0] for count in counts) or not all(x.whole for x in counted):
         raise ValueError(
-            "past_key_values: its layers hold different numbers of tokens, since a forward ended "
-            "by an error; reset() it"
+            "past_key_values: its layers stand at different places, since an error ended a "
+            "forward; reset() it"
         )
     return counts[0] if counts and counts[0] else None

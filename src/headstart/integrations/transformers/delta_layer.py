@@ -25,6 +25,7 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
     Attributes
     ----------
     lengths: tokens of each sequence, [] before the first step.
+    whole: False from the first operation of a step to its last; an error may leave it so.
     kept: (sequence, position) -> (state [HV, K, V] float32, history [width - 1, channels]).
     """
 
@@ -36,21 +37,27 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state = {0: False}
         self.record_past = False
         self.lengths: list[int] = []
+        self.whole = True
         self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._cache: DeltaCache | None = None
-        self._floors: list[int] = []
+        self._floors: list[int] = []  # position of each state
+        self._firsts: list[int] = []  # oldest input of the convolution that each ring still holds
 
     def prepare(self, batch: int, **sizes: Any) -> DeltaCache:
-        """The cache, one slot a sequence; sizes as for `DeltaCache`, heeded at first use."""
+        """The cache for a step, one slot a sequence; sizes as for `DeltaCache`, for first use.
+
+        `advance` ends the step.
+        """
         if self._cache is None:
             drafts = MOST_DRAFT_TOKENS if self.record_past else DRAFT_TOKENS
             self._cache = DeltaCache(batch, draft_tokens=drafts, **sizes)
         if not self.lengths:
-            self.lengths, self._floors = [0] * batch, [0] * batch
+            self.lengths, self._floors, self._firsts = ([0] * batch for _ in range(3))
         if (len(self.lengths), self._cache.slots) != (batch, batch):
             raise ValueError(
                 f"past_key_values: expected a batch of {self._cache.slots}, as before, got {batch}"
             )
+        self.whole = False
         return self._cache
 
     @property
@@ -66,7 +73,12 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
 
     def advance(self, forward: Forward, drafts: bool) -> None:
         """The step of `forward` has been computed."""
-        self.lengths = forward.ends
+        columns = self.cache.history_columns
+        self._firsts = [
+            max(0 if start == 0 else first, end - columns)
+            for first, start, end in zip(self._firsts, forward.starts, forward.ends, strict=True)
+        ]
+        self.lengths, self.whole = forward.ends, True
         self._floors = [floor_chunk(p) for p in (forward.starts if drafts else forward.ends)]
         self.has_previous_state[0] = True
 
@@ -80,9 +92,9 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
     def restored(self, row: int, position: int) -> DeltaLayer:
         """A layer of one sequence that stands at a kept position of sequence `row`."""
         layer = DeltaLayer()
-        if not position:
+        if not position and self._cache is None:
             return layer
-        if (row, position) not in self.kept:
+        if position and (row, position) not in self.kept:
             found = sorted(p for n, p in self.kept if n == row)
             raise ValueError(f"position: expected a kept one, of {found}, got {position}")
         old = self.cache
@@ -97,9 +109,14 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
             dtype=old.dtype,
             device=old.device,
         )
+        layer.whole = True
+        if not position:
+            layer.lengths = []
+            return layer
         state, history = self.kept[row, position]
         cache.load([0], [position], state[None], history[None])
         layer.lengths, layer._floors = [position], [position]
+        layer._firsts = [max(position - len(history), 0)]
         layer.has_previous_state[0] = True
         layer.kept = {(0, p): kept for (n, p), kept in self.kept.items() if n == row}
         return layer
@@ -113,7 +130,8 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and snapshots; the next batch may have another size."""
-        self._cache, self.lengths, self._floors = None, [], []
+        self._cache, self.whole = None, True
+        self.lengths, self._floors, self._firsts = [], [], []
         self.kept.clear()
         self.has_previous_state[0] = False
 
@@ -122,6 +140,9 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
         if self._cache is None:
             return
         old, index = self._cache, torch.tensor(rows, device=self._cache.device)
+        # Plain tensors even under inference mode: the cache may be used outside it.
+        with torch.inference_mode(False):
+            chosen = {name: x.index_select(0, index) for name, x in old.tensors.items()}
         self._cache = DeltaCache(
             len(rows),
             H=old.H,
@@ -133,10 +154,11 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
             dtype=old.dtype,
             draft_tokens=old.draft_tokens,
             device=old.device,
-            tensors={name: x.index_select(0, index) for name, x in old.tensors.items()},
+            tensors=chosen,
         )
         self.lengths = [self.lengths[row] for row in rows]
         self._floors = [self._floors[row] for row in rows]
+        self._firsts = [self._firsts[row] for row in rows]
         self.kept = {
             (n, p): kept
             for n, row in enumerate(rows)
@@ -157,11 +179,12 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
         self.select([n for n in range(len(self.lengths)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -tokens_to_remove tokens of every sequence, as far as the tail reaches.
+        """Drop the last -tokens_to_remove tokens of every sequence, as far as is remembered.
 
         Nothing is copied: the next step starts earlier. Raises ValueError where the canonical state
-        lies behind the new end already; `activate_past_recording()` before the steps to be undone
-        keeps it from moving.
+        lies behind the new end already, or the convolution's inputs before it have been overwritten
+        (16 tokens are kept, or 64); `activate_past_recording()` before the first step keeps both
+        for steps of drafts.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -169,13 +192,13 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
             )
         if not tokens_to_remove or self._cache is None:
             return
-        most = self._cache.draft_tokens
-        for length, floor in zip(self.lengths, self._floors, strict=True):
-            reach = min(most, length - floor)
+        before = self._cache.conv_width - 1
+        for length, floor, first in zip(self.lengths, self._floors, self._firsts, strict=True):
+            reach = length - max(floor, first + before if first else 0)
             if -tokens_to_remove > reach:
                 raise ValueError(
-                    f"tokens_to_remove: expected at most {reach} from {length} tokens "
-                    f"({most} are kept for that, behind the state at {floor}), "
+                    f"tokens_to_remove: expected at most {reach} from {length} tokens (the state "
+                    f"stands at {floor}, the convolution's inputs begin at {first}), "
                     f"got {-tokens_to_remove}; call activate_past_recording() before such steps"
                 )
         self.lengths = [length + tokens_to_remove for length in self.lengths]

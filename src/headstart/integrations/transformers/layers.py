@@ -89,6 +89,8 @@ def attention(
         softcap=softcap,
         **place,
     )
+    if isinstance(layer, PagedLayer):
+        layer.whole = True
     return forward.padded(o), None
 
 
@@ -182,6 +184,9 @@ def _projections(
     module: Any, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of hidden states [T, hidden size]: q, k, v [T, channels], z [T, HV V], b and a [T, HV]."""
+    if not len(rows):  # no sizes can be told from nothing
+        one = _projections(module, rows.new_zeros(1, rows.shape[1]))
+        return one[0][:0], one[1][:0], one[2][:0], one[3][:0]
     if hasattr(module, "in_proj_qkvz"):
         # The model's own splitting wants a batch.
         q, k, v, z, b, a = (

@@ -34,10 +34,12 @@ class PagePool:
         """The pages of a layer, made for keys and values like these [B, HK, L, D] at first use."""
         if layer not in self._memory:
             count = len(self._holders)
-            self._memory[layer] = (
-                k.new_zeros(count, PAGE, k.shape[1], k.shape[3]),
-                v.new_zeros(count, PAGE, v.shape[1], v.shape[3]),
-            )
+            # Plain tensors even under inference mode: the pages may be used outside it.
+            with torch.inference_mode(False):
+                self._memory[layer] = (
+                    k.new_zeros(count, PAGE, k.shape[1], k.shape[3]),
+                    v.new_zeros(count, PAGE, v.shape[1], v.shape[3]),
+                )
         return self.cache(layer)
 
     def cache(self, layer: int) -> KVCache:
@@ -50,7 +52,8 @@ class PagePool:
             have = len(self._holders)
             more = max(count, have // 2)
             for layer, pair in self._memory.items():
-                k, v = (torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in pair)
+                with torch.inference_mode(False):
+                    k, v = (torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in pair)
                 self._memory[layer] = (k, v)
             self._free += range(have, have + more)
             self._holders += [0] * more
@@ -113,7 +116,8 @@ class Pages:
                     self._replace(pages, place, copy=place * PAGE < start)
             pages += self.pool.take(max(-(-end // PAGE) - len(pages), 0))
         columns = max(len(pages) for pages in self.table)
-        table = torch.tensor([pages + [0] * (columns - len(pages)) for pages in self.table])
+        rows = [pages + [0] * (columns - len(pages)) for pages in self.table]
+        table = torch.tensor(rows, dtype=torch.int64)
         slots = []
         for pages, start, end in zip(table, forward.starts, forward.ends, strict=True):
             tokens = torch.arange(start, end)
@@ -172,6 +176,7 @@ class PagedLayer(CacheLayerMixin):
     ----------
     lengths: tokens of each sequence, [] before the first step.
     seen: rows of each sequence, padding included.
+    whole: False from the first operation of a step to its last; an error may leave it so.
     """
 
     is_sliding = False
@@ -182,6 +187,7 @@ class PagedLayer(CacheLayerMixin):
         self.pages = pages
         self.lengths: list[int] = []
         self.seen = 0
+        self.whole = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Memory is made by the pool."""
@@ -192,7 +198,7 @@ class PagedLayer(CacheLayerMixin):
         """Count the new keys [B, HK, L, D] and return them alone; attention writes them."""
         if self.pages.forward is None:
             raise ValueError("past_key_values: a HybridCache needs enable(model)")
-        self.lengths = self.pages.forward.ends
+        self.lengths, self.whole = self.pages.forward.ends, False
         self.seen += key_states.shape[2]
         return key_states, value_states
 
@@ -216,7 +222,7 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens (the pages are the cache's to give back)."""
-        self.seen, self.lengths = 0, []
+        self.seen, self.lengths, self.whole = 0, [], True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens of every sequence."""
