@@ -25,20 +25,20 @@ class Batches(Dataset):
     Targets inside a pair are random letters: only the answers among them are learnt.
     """
 
-    def __init__(self, text: bytes, steps: int, tokens: int, seed: int, first_stage: float = 0.0):
+    def __init__(self, text: bytes, steps: int, tokens: int, seed: int):
         if len(text) <= LONGEST:
             raise ValueError(f"text: expected more than {LONGEST} bytes, got {len(text)}")
-        if tokens < 2 * STAGES[0][1][0]:
-            raise ValueError(f"tokens: expected at least {2 * STAGES[0][1][0]}, got {tokens}")
+        least = 2 * max(min(lengths) for _, lengths in STAGES)  # two rows at every stage
+        if tokens < least:
+            raise ValueError(f"tokens: expected at least {least}, got {tokens}")
         self.text, self.steps, self.tokens, self.seed = text, steps, tokens, seed
-        self.first_stage = first_stage
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         rng = random.Random(f"batch {self.seed} {step}")
-        share = self.first_stage + (1 - self.first_stage) * step / self.steps
+        share = step / self.steps
         lengths = next(lengths for end, lengths in STAGES if share < end or end == 1.0)
         length = rng.choice([n for n in lengths if 2 * n <= self.tokens])
         rows = self.tokens // length

@@ -97,7 +97,8 @@ def sinks(model: PreTrainedModel) -> dict[str, object] | None:
 
 @torch.no_grad()
 def ablations(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
-    """The model without one of its means, to see what it relies on."""
+    """The model without one of its means, to see what it relies on: first whole, to compare."""
+    yield "nothing", model
     kinds = set(model.config.layer_types)
     if "linear_attention" in kinds:
         forgetful = copy.deepcopy(model)

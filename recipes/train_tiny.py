@@ -19,8 +19,7 @@ import tiny_models
 import torch
 import training_paths
 from batches import ANSWER, LONGEST, TEXT, Batches
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -59,11 +58,10 @@ def losses(
     """Mean cross entropy of text and of answers, in nats."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
         logits = model(ids[:, :-1], use_cache=False).logits
-    each = functional.cross_entropy(
-        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
-    kinds = kinds.flatten()
-    return tuple((each * (kinds == kind)).sum() / (kinds == kind).sum() for kind in (TEXT, ANSWER))
+    targets, kinds = ids[:, 1:].flatten(), kinds.flatten()
+    each = functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
+    text, answer = ((each * of).sum() / of.sum() for of in (kinds == TEXT, kinds == ANSWER))
+    return text, answer
 
 
 def evaluation(
@@ -89,37 +87,20 @@ def save_master(model: PreTrainedModel, out: Path) -> None:
     (out / "master.new").replace(out / "master.safetensors")
 
 
-def load_master(model: PreTrainedModel, path: Path) -> None:
-    try:
-        state = load_file(path)
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        model.load_state_dict(state)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise ValueError(f"init: {path} holds no weights of this model: {error}") from error
-
-
 def train(options: argparse.Namespace) -> None:
     text = corpus.load(options.text)
     model = tiny_models.new_model(options.model, options.seed)
-    if options.init:
-        load_master(model, options.init)
     model.to(options.device).train()
-    training_paths.use(model)
-    torch.set_float32_matmul_precision("high")
     adam = optimizer(model, options.rate)
-    data = Batches(
-        text.train,
-        options.steps,
-        options.tokens,
-        options.seed + (1 if options.init else 0),
-        first_stage=options.first_stage,
-    )
+    data = Batches(text.train, options.steps, options.tokens, options.seed)
     loader = DataLoader(
         data,
         batch_size=None,
         num_workers=options.workers,
         prefetch_factor=8 if options.workers else None,
     )
+    training_paths.use(model)
+    torch.set_float32_matmul_precision("high")
     options.out.mkdir(parents=True, exist_ok=True)
     log = (options.out / "log.jsonl").open("a")
     begun, recent = time.monotonic(), []
@@ -166,13 +147,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step")
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--init", type=Path, help="master.safetensors of an earlier run")
-    parser.add_argument(
-        "--first-stage",
-        type=float,
-        default=0.0,
-        help="share of the length stages to skip, for a run from --init",
-    )
     parser.add_argument("--workers", type=int, default=6, help="processes that draw batches")
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--evaluate-every", type=int, default=250)

@@ -1,5 +1,6 @@
 """The recipe as it is called: a short run on the CPU, and what it says about bad input."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def script(recipes, name: str, *arguments: object) -> subprocess.CompletedProcess:
+def train(recipes, *arguments: object) -> subprocess.CompletedProcess:
+    """In a process of its own, since training puts its layers in place of transformers' own."""
     return subprocess.run(
-        [sys.executable, recipes / name, *map(str, arguments)],
+        [sys.executable, recipes / "train_tiny.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -23,47 +25,39 @@ def script(recipes, name: str, *arguments: object) -> subprocess.CompletedProces
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-qwen3-next", "tiny-gpt-oss"])
 def test_a_short_run_learns_and_leaves_a_checkpoint(recipes, verses, tmp_path, name):
-    short = ("--device", "cpu", "--tokens", 512, "--workers", 0, "--prompts", 1)
-    short += ("--lengths", 512, "--model", name, "--text", verses)
-    run = script(
-        recipes, "train_tiny.py", *short, "--steps", 8, "--stop", 8, "--log-every", 4,
-        "--rate", 0.01, "--out", tmp_path,
+    run = train(
+        recipes, "--model", name, "--text", verses, "--out", tmp_path, "--device", "cpu",
+        "--steps", 6, "--stop", 6, "--tokens", 1024, "--rate", 0.01, "--workers", 0,
+        "--log-every", 3, "--prompts", 1, "--lengths", 512,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in log] == [4, 8]
+    assert [entry["step"] for entry in log] == [3, 6]
     assert log[1]["text_loss"] < log[0]["text_loss"]
     assert log[1]["bits_per_byte"] < 8
     model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
     assert model.dtype == torch.float32
     assert AutoTokenizer.from_pretrained(tmp_path / name)("é").input_ids == [195, 169]
 
-    again = script(
-        recipes, "train_tiny.py", *short, "--steps", 1, "--first-stage", 0.99,
-        "--init", tmp_path / "master.safetensors", "--out", tmp_path / "again",
-    )  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    (entry,) = map(json.loads, (tmp_path / "again" / "log.jsonl").read_text().splitlines())
-    assert entry["text_loss"] < log[0]["text_loss"]
-
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("train_tiny.py", ("--text", "{}/none"), "train_tiny: text: cannot read"),
-        ("train_tiny.py", ("--text", "{v}", "--init", "{}/none"), "train_tiny: init: "),
-        ("train_tiny.py", ("--text", "{v}", "--tokens", "9"), "train_tiny: tokens: expected"),
-        ("evaluate_tiny.py", ("--text", "{v}", "{}/none"), "evaluate_tiny: checkpoints: no config"),
+        ("train_tiny", ("--text", "{}/none"), "train_tiny: text: cannot read"),
+        ("train_tiny", ("--text", "{v}", "--tokens", "9"), "train_tiny: tokens: expected"),
+        ("evaluate_tiny", ("--text", "{v}", "{}/none"), "evaluate_tiny: checkpoints: no config"),
     ],
 )
-def test_bad_input_gets_one_line(recipes, verses, tmp_path, name, arguments, message):
+def test_bad_input_gets_one_line(verses, tmp_path, monkeypatch, name, arguments, message):
     given = [argument.replace("{v}", str(verses)).format(tmp_path) for argument in arguments]
-    if name == "train_tiny.py":
+    if name == "train_tiny":
         given += ["--model", "tiny-gpt-oss", "--device", "cpu", "--out", str(tmp_path / "out")]
-    run = script(recipes, name, *given)
-    assert run.returncode == 1
-    assert run.stderr.strip().splitlines()[-1].startswith(message)
-    assert "Traceback" not in run.stderr
+    monkeypatch.setattr(sys, "argv", [name, *given])
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(name).main()
+    line = str(stop.value)
+    assert line.startswith(message)
+    assert "\n" not in line
 
 
 def test_baselines_are_those_of_the_counts():
@@ -78,7 +72,7 @@ def test_recall_is_measured_by_distance():
     import measures
 
     class Perfect:
-        """Predicts the very next byte, and nothing in the last quarter of the distances."""
+        """Predicts the very next byte."""
 
         device = torch.device("cpu")
 
