@@ -166,11 +166,20 @@ def test_the_read_slots_are_written_where_no_others_are_given(convolve):
     assert torch.equal(pool[1:2], wanted.state)
 
 
-def test_absent_slots_may_hold_nan(convolve):
+@pytest.mark.parametrize(
+    ("slots", "present"),
+    [([0, 1], [False, False]), ([0, 2], [False, True]), ([2, -1], [True, True])],
+)
+def test_slots_that_are_not_read_may_hold_nan(convolve, slots, present):
     x, weight, _ = draw(10)
     pool = torch.full((3, 3, 5), torch.nan)
-    state = Pool(pool, [0, 1], present=torch.tensor([False, False]))
-    assert convolve(x, weight, schedule=[5, 5], state=state).y.isfinite().all()
+    pool[2] = 1
+    old = torch.zeros(2, 3, 5)
+    for n, slot in enumerate(slots):
+        old[n] = 1 if slot == 2 else 0
+    wanted = convolve(x, weight, schedule=[5, 5], state=old).y
+    state = Pool(pool, slots, present=torch.tensor(present))
+    assert torch.equal(convolve(x, weight, schedule=[5, 5], state=state).y, wanted)
 
 
 def test_the_slot_stride_of_a_pool_is_free(convolve):
