@@ -218,15 +218,18 @@ class _Span:
             filled = stop
         k[filled:], v[filled:] = 0, 0
 
-    def _hidden(self, key_tile: int, groups: range) -> torch.Tensor | None:
-        """Keys that rows do not see, bool [tiles + 1, R, N] (the last for padding); None: none."""
+    def _hidden(self, key_tile: int, groups: range) -> dict[int, torch.Tensor] | None:
+        """Per query tile of the groups, the keys that its rows do not see: bool [R, N].
+
+        Entry len(self.tiles) is for padding. None: every row sees every key.
+        """
         R, N, call = self.shape.R, self.shape.N, self.call
         first = groups.start * ITEMS // call.HQ
         last = (groups.stop * ITEMS - 1) // call.HQ
         if last < len(self.tiles) and self._clear(key_tile, first, last):
             return None
-        visible = torch.zeros(len(self.tiles) + 1, R, N, dtype=torch.bool)
-        rows = visible.view(-1, N)
+        last = min(last, len(self.tiles))
+        hidden = torch.ones(last + 1 - first, R, N, dtype=torch.bool)
         begin = max(self.begin, first * R)
         end = min(self.end, (last + 1) * R)
         own = torch.arange(self.origin + begin, self.origin + end)[:, None]
@@ -236,19 +239,20 @@ class _Span:
             if lower >= upper or begin >= end:
                 continue
             position = torch.arange(lower, upper)
-            target = rows[begin:end, lower - key_tile * N : upper - key_tile * N]
+            rows = hidden.view(-1, N)[begin - first * R : end - first * R]
+            target = rows[:, lower - key_tile * N : upper - key_tile * N]
             if run.covered and self.mask is not None:
                 column = run.number + lower - run.start
                 column -= call.plan.prefix[self.n] if call.plan.mask_covers == "new" else 0
                 seen = self.mask[self.row + begin : self.row + end]
-                target.copy_(seen[:, column : column + upper - lower])
+                target.copy_(seen[:, column : column + upper - lower]).logical_not_()
             elif call.causal:
-                target.copy_(position <= own)
+                target.copy_(position > own)
             else:
-                target.fill_(True)
+                target.fill_(False)
             if call.window is not None:
-                target &= position > own - call.window
-        return ~visible
+                target |= position <= own - call.window
+        return dict(enumerate(hidden, start=first))
 
     def _clear(self, key_tile: int, first: int, last: int) -> bool:
         """Whether all rows of query tiles first to last of the span see all keys of the tile."""
@@ -268,7 +272,7 @@ class _Span:
             for run in self.runs
         )
 
-    def _update(self, group: int, hidden: torch.Tensor | None) -> None:
+    def _update(self, group: int, hidden: dict[int, torch.Tensor] | None) -> None:
         """One block of keys into one batch of items."""
         items = slice(group * ITEMS, (group + 1) * ITEMS)
         q, acc = self._state("q")[items], self._state("acc")[items]
@@ -282,10 +286,9 @@ class _Span:
             tiles = [
                 min(i // self.call.HQ, len(self.tiles)) for i in range(items.start, items.stop)
             ]
-            if tiles[0] == tiles[-1]:
-                s.masked_fill_(hidden[tiles[0]], -torch.inf)
-            else:
-                s.masked_fill_(hidden.index_select(0, torch.tensor(tiles)), -torch.inf)
+            for tile in dict.fromkeys(tiles):
+                at = slice(tiles.index(tile), tiles.index(tile) + tiles.count(tile))
+                s[at].masked_fill_(hidden[tile], -torch.inf)
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
         s.sub_(safe).exp_()

@@ -239,12 +239,11 @@ def _expect_layout(plan: ExtendPlan, cache: KVCache) -> None:
             f"cache: expected pages of {where.page_size} rows, as the plan says, "
             f"got {cache.page_size}"
         )
-    if isinstance(where, Consecutive):
-        if where.row is not None and cache.k.dim() == 4 and cache.page_size != where.row:
-            raise ValueError(
-                f"cache: expected [B, max_length, HK, D] with max_length = {where.row}, "
-                f"got {cache.page_size}"
-            )
+    row = where.row if isinstance(where, Consecutive) else None
+    if row is not None and cache.k.dim() == 4 and cache.page_size != row:
+        raise ValueError(
+            f"cache: expected [B, max_length, HK, D] with max_length = {row}, got {cache.page_size}"
+        )
     if isinstance(where, Consecutive) or (plan.device.type == "cpu" and cache.device.type == "cpu"):
         plan.validate(cache)
 
