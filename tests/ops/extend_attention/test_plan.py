@@ -117,6 +117,16 @@ def test_updated_pages_and_lengths():
     expect_close(found, expected(batch))
 
 
+def test_a_plan_made_under_inference_mode_may_be_updated_outside_of_it():
+    with torch.inference_mode():
+        plan = ExtendPlan.from_slots([1], [0, 1], [0], new_in_cache=False, capacity=(2, 4, 8))
+        table = ExtendPlan.from_pages([1], [1], [[0]], 4, new_in_cache=False, capacity=(2, 4, 8))
+    plan.update_([1], [0, 2], [3, 1], new_in_cache=False)
+    table.update_([1], [5], [[1]], 4, new_in_cache=False)
+    assert plan.slots.find(0, 0, 2).tolist() == [3, 1]
+    assert table.slots.find(0, 0, 4).tolist() == [4, 5, 6, 7]
+
+
 SLOTS = {"new_in_cache": False}
 WRONG = [
     (lambda: ExtendPlan.from_lengths(3, device="cpu"), "new: expected a list or tensor"),

@@ -52,11 +52,7 @@ class Listed:
 
     def with_room(self, capacity: tuple[int, int, int]) -> Listed:
         """The same with room for as many indices as the capacity has keys."""
-        room = torch.zeros(
-            max(capacity[2], self.indices.numel()),
-            dtype=self.indices.dtype,
-            device=self.indices.device,
-        )
+        room = _room((max(capacity[2], self.indices.numel()),), self.indices)
         room[: self.indices.numel()] = self.indices
         return Listed(self.indptr, room)
 
@@ -90,7 +86,7 @@ class Paged:
         """The same with room for as many sequences and pages as the capacity allows."""
         rows = max(capacity[0], self.table.shape[0])
         columns = max(-(-capacity[2] // self.page_size), self.table.shape[1])
-        room = torch.zeros(rows, columns, dtype=self.table.dtype, device=self.table.device)
+        room = _room((rows, columns), self.table)
         room[: self.table.shape[0], : self.table.shape[1]] = self.table
         return Paged(room, self.page_size)
 
@@ -109,6 +105,12 @@ class Paged:
 
 
 Slots: TypeAlias = Consecutive | Listed | Paged
+
+
+def _room(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    # A plain tensor even under inference mode: later updates may come outside of it.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def _bounds(slots: torch.Tensor) -> tuple[int, int]:
