@@ -1,5 +1,6 @@
 """`headstart prefill` on the shipped checkpoints: figures, exit codes, and all bad input."""
 
+import importlib.util
 import json
 import os
 import pty
@@ -69,6 +70,8 @@ def test_compare_and_prefix_cache(model, prompt, tmp_path):
         assert words in result.stdout
     assert "0 differing bits" in result.stdout
     found = json.loads(figures.read_text())
+    assert found["schema"] == 1
+    assert found["versions"]["headstart"] == package.__version__
     assert found["tokens"] == 700
     assert found["hit"]["position"] == 640
     assert found["hit"]["replay"]["differing_bits"] == 0
@@ -269,6 +272,17 @@ def test_a_folder_runs_like_a_name_and_to_its_last_position(prompt, checkpoint):
 def test_bad_options_are_refused(arguments, words, prompt):
     base = ["--model", "tiny-qwen3-next", "--prompt-file", prompt(70)]
     assert_refused(run(*base, *arguments), words)
+
+
+def test_a_missing_extra_is_named(monkeypatch, prompt):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "safetensors" else find(name, *rest),
+    )
+    result = run("--model", "tiny-gpt-oss", "--prompt-file", prompt())
+    assert_refused(result, r"needs safetensors: pip install 'headstart\[models\]'")
 
 
 def test_model_and_prompt_are_required():

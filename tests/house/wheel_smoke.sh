@@ -15,26 +15,22 @@ wheel=$(echo "$place"/dist/headstart-*.whl)
     --constraint "$place/pins.txt" --requirement <(grep '^torch==' "$place/pins.txt") \
     "headstart[cli,models] @ file://$wheel"
 
+(cd src/headstart && find . -type f -not -path '*/__pycache__/*' | sort) >"$place/files.txt"
+
 cd "$place"
 venv/bin/python - <<'PYTHON'
-from importlib.resources import files
 from pathlib import Path
 
 import headstart
-from headstart import checkpoints
 
 package = Path(headstart.__file__).parent
-if "site-packages" not in str(package):
+if "site-packages" not in package.parts:
     raise SystemExit(f"wheel-smoke: headstart was imported from {package}, not from the wheel")
-for name in checkpoints.names():
-    for file in ("config.json", "model.safetensors"):
-        if not (checkpoints.path(name) / file).is_file():
-            raise SystemExit(f"wheel-smoke: {name}/{file} is missing from the wheel")
-tables = files("headstart") / "tables"
-if not tables.is_dir():
-    raise SystemExit("wheel-smoke: headstart/tables is missing from the wheel")
-found = sorted(entry.name for entry in tables.iterdir() if entry.name.endswith(".json"))
-print(f"wheel-smoke: headstart {headstart.__version__}, {len(found)} tables {found}")
+files = Path("files.txt").read_text().split()
+if missing := [name for name in files if not (package / name).is_file()]:
+    raise SystemExit(f"wheel-smoke: missing from the wheel: {missing}")
+data = [name for name in files if not name.endswith(".py")]
+print(f"wheel-smoke: headstart {headstart.__version__}, {len(files)} files, data: {data}")
 PYTHON
 sample=$(venv/bin/python -c 'from headstart import checkpoints; print(checkpoints.sample_text())')
 venv/bin/headstart env

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import Any
 
+import torch
 from transformers import DynamicCache
 
 from headstart.evidence.prefill.compare import Comparison, compare
@@ -16,6 +18,8 @@ from headstart.evidence.prefill.runs import Run, continuation, prefill
 from headstart.evidence.prefill.timing import peak_memory
 from headstart.integrations.transformers import HybridCache, disable, enable, observe, statistics
 
+SCHEMA = 1
+"""Version of the JSON that a report becomes."""
 GRAIN = 64
 """Tokens of a prefix are reused in blocks of this many."""
 EAGER_STEP = 512
@@ -98,7 +102,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data; the continuation's bytes as Latin-1 text."""
-        data = asdict(self)
+        data = {
+            "schema": SCHEMA,
+            "versions": {name: version(name) for name in ("headstart", "torch", "transformers")},
+            "threads": torch.get_num_threads(),
+        } | asdict(self)
         data["continuation"] = self.continuation.decode("latin-1")
         data["tokens_per_second"] = self.tokens_per_second
         if self.hit is not None:
