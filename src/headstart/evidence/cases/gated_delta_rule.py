@@ -135,7 +135,7 @@ class DeltaCase(Case):
         >>> from headstart.evidence import cases
         >>> inputs = cases.get("gdn-ragged-7seq-small").inputs(seed=1)
         >>> list(inputs["q"].shape), list(inputs["v"].shape), list(inputs["state"].shape)
-        ([1199, 2, 128], [1199, 4, 128], [7, 4, 128, 128])
+        ([1442, 2, 128], [1442, 4, 128], [7, 4, 128, 128])
         """
         import headstart
 
