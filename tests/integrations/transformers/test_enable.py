@@ -270,7 +270,10 @@ def _run_a_layer(model, length=30):
     """One layer by itself, on hidden states as wide as a forward that ran before."""
     hidden = torch.randn(1, length, model.config.hidden_size)
     layer = model.model.layers[0]
-    angles = model.model.rotary_emb(hidden, torch.arange(length)[None])
+    positions = torch.arange(length)[None]
+    if "qwen3_5" in model.config.model_type:  # in time, height and width
+        positions = positions.expand(3, 1, -1)
+    angles = model.model.rotary_emb(hidden, positions)
     layer(hidden, position_embeddings=angles)
 
 

@@ -151,6 +151,11 @@ def test_a_reset_dynamic_cache_begins_again(family):
     _logits(served, tokens(1, 100, seed=1), cache)
     cache.reset()
     ids = tokens(1, 90)
+    last = cache.layers[-1]
+    if last.get_seq_length():  # transformers 5.17 zeroes the keys and keeps counting them
+        with pytest.raises(ValueError, match=r"past_key_values: expected .* start a new cache"):
+            _logits(served, ids, cache)
+        return
     assert difference(_logits(served, ids, cache), own(ids).logits) < NEAR
 
 

@@ -106,6 +106,11 @@ class Adapter:
         adopt(cache, self.linear, self.softmax)
         past = int(cache.get_seq_length())
         known = known_lengths(cache)
+        if self.linear and known is None and past:
+            raise ValueError(
+                f"past_key_values: expected linear layers after {past} tokens as the others, got "
+                "empty ones (reset() of older transformers keeps the keys); start a new cache"
+            )
         forward = Forward(
             batch, length, past=past, mask=mask, known=known, cache=cache, device=device
         )

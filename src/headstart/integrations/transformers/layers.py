@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import StaticLayer
 
 from headstart import Gate, KVCache
 from headstart.integrations.transformers.caches import HybridCache
@@ -76,6 +77,12 @@ def attention(
         k, v = (forward.rows(x.transpose(1, 2)) for x in (key, value))
         place |= {"k": k, "v": v, "plan": forward.plan()}
     else:
+        total, rows = forward.past + forward.length, key.shape[2]
+        if rows > total and not isinstance(layer, StaticLayer):
+            raise ValueError(
+                f"past_key_values: expected at most {total} keys in layer {module.layer_idx}, got "
+                f"{rows} (reset() of older transformers keeps the keys); start a new cache"
+            )
         memory = KVCache(key.transpose(1, 2), value.transpose(1, 2))
         place |= {"k": None, "v": None, "plan": forward.padded_plan(key.shape[2]), "cache": memory}
     o = adapter.call(
