@@ -22,6 +22,16 @@ def test_a_window_of_w_shows_w_keys_over_every_straddling_prefix(attend, window)
         expect_close(found, expected(batch, window=window, sinks=sinks))
 
 
+@pytest.mark.parametrize("part", ["all", "extend"])
+@pytest.mark.parametrize("prefix", [0, 40])
+def test_a_window_just_as_wide_as_everything(attend, prefix, part):
+    batch = draw([50], [prefix], seed=2)
+    everything = 50 + (prefix if part == "all" else 0)
+    for window in (everything - 1, everything, everything + 1):
+        found = attend(**batch.arguments(), window=window, part=part, return_lse=True)
+        expect_close(found, expected(batch, window=window, part=part))
+
+
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 64, 100, 129])
 def test_long_steps_cross_every_block_border(attend, window, reproducible):

@@ -62,8 +62,7 @@ def run(call: ExtendCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if len(call.keys(n)):
             route(call, n).run(call, n, buffers, o[rows], lse[rows])
         else:
-            o[rows] = 0
-            lse[rows] = -torch.inf if call.sinks is None else call.sinks.to(lse.dtype)
+            o[rows], lse[rows] = 0, -torch.inf  # a partial over no keys
     return call.result(o, lse)
 
 

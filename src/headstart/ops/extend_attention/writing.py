@@ -14,6 +14,7 @@ def stored(
     if dtype != FP8 or scale is None:
         return rows.to(dtype)
     divisor = scale.view(-1, 1) if isinstance(scale, torch.Tensor) else scale
+    # Clamped here: whether a cast saturates or gives NaN depends on the device and the version.
     return (rows.float() / divisor).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
