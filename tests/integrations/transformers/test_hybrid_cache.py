@@ -92,6 +92,18 @@ def test_snapshots_in_steps_and_at_chosen_positions(family):
             cache.restored(64)
 
 
+def test_the_end_of_a_prefill_can_be_hit(family):
+    """A snapshot at the last token's border is kept by the step that reaches it."""
+    own, served = pair(family)
+    ids = tokens(1, T)
+    for sizes in ([128], [64], [100, 28]):
+        cache = HybridCache(served, snapshot_every=64)
+        stepped(served, ids[:, :128], steps_of(128, sizes), cache)
+        assert cache.snapshots() == [64, 128]
+        found = _logits(served, ids[:, 128:], cache.restored(128))
+        assert difference(found, own(ids).logits[:, 128:]) < NEAR
+
+
 def test_hits_do_not_disturb_each_other(family):
     """Twins and the original go on side by side, in turns, and share the pages before the hit."""
     own, served = pair(family)
