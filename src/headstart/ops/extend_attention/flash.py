@@ -126,11 +126,12 @@ def attend(
 def finish(
     call: ExtendCall, o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor
 ) -> None:
-    """Add the sinks to o [rows, HQ, DV] and LSE [rows, HQ] (spoilt), and store them."""
-    if call.sinks is not None:
+    """Add the sinks to o [rows, HQ, DV] and LSE [rows, HQ], and store them."""
+    if call.sinks is None:
+        out.copy_(o)
+    else:
         lse, share = add_sinks(lse, call.sinks)
-        o.mul_(share.unsqueeze(-1))
-    out.copy_(o)
+        torch.mul(o, share.unsqueeze(-1), out=out)
     out_lse.copy_(lse)
 
 
