@@ -97,11 +97,12 @@ def test_the_end_of_a_prefill_can_be_hit(family):
     own, served = pair(family)
     ids = tokens(1, T)
     for sizes in ([128], [64], [100, 28]):
-        cache = HybridCache(served, snapshot_every=64)
-        stepped(served, ids[:, :128], steps_of(128, sizes), cache)
-        assert cache.snapshots() == [64, 128]
-        found = _logits(served, ids[:, 128:], cache.restored(128))
-        assert difference(found, own(ids).logits[:, 128:]) < NEAR
+        for kept in ({"snapshot_every": 64}, {"snapshot_positions": [64, 128]}):
+            cache = HybridCache(served, **kept)
+            stepped(served, ids[:, :128], steps_of(128, sizes), cache)
+            assert cache.snapshots() == [64, 128]
+            found = _logits(served, ids[:, 128:], cache.restored(128))
+            assert difference(found, own(ids).logits[:, 128:]) < NEAR
 
 
 def test_hits_do_not_disturb_each_other(family):
