@@ -69,6 +69,15 @@ def expect_last_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def packs(out: torch.Tensor) -> bool:
+    """Whether a dense [B, L, ...] can be seen as packed [B L, ...] without a copy.
+
+    >>> packs(torch.zeros(2, 5, 3)), packs(torch.zeros(2, 5, 3)[:, :4])
+    (True, False)
+    """
+    return out.shape[0] < 2 or out.stride(0) == out.shape[1] * out.stride(1)
+
+
 def expect_no_gradients(operation: str, **tensors: torch.Tensor | None) -> None:
     """Raise if grad mode is on and an input requires grad: these operations have no backward."""
     if not torch.is_grad_enabled():

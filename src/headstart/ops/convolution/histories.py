@@ -13,7 +13,7 @@ import torch
 from headstart.ops.convolution.spec import Convolution, ConvolutionCall
 from headstart.ops.gated_delta_rule.cache import CacheSlots, DeltaCache
 from headstart.ops.gated_delta_rule.pool import Pool
-from headstart.runtime.checks import host_ints
+from headstart.runtime.checks import host_ints, packs
 
 
 class Histories:
@@ -82,7 +82,7 @@ class Histories:
         out = call.out
         if out is None:
             out = y.view(call.shape)
-        elif not packs(out):
+        elif out.dim() == 3 and not packs(out):
             out.copy_(y.view(call.shape))
         return Convolution(out, new if call.return_state else None, snapshots)
 
@@ -184,17 +184,12 @@ class Histories:
 def allocate(call: ConvolutionCall) -> torch.Tensor:
     """Where y [T, channels] is computed: `out` if it can be seen so; unused rows are zero."""
     out = call.out
-    if out is None or not packs(out):
+    if out is None or (out.dim() == 3 and not packs(out)):
         y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.device)
     else:
         y = out.view(-1, call.channels) if out.dim() == 3 else out
     y[call.schedule.T :].zero_()
     return y
-
-
-def packs(out: torch.Tensor) -> bool:
-    """Whether [B, L, channels] can be seen as [B L, channels]."""
-    return out.dim() == 2 or out.shape[0] < 2 or out.stride(0) == out.shape[1] * out.stride(1)
 
 
 def _slots(known: list[int] | None, given: object, count: int) -> list[int]:

@@ -11,7 +11,12 @@ import torch
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule, floor_chunk
-from headstart.ops.gated_delta_rule.slots import expect_no_races, host_slots
+from headstart.ops.gated_delta_rule.slots import (
+    expect_draft_lengths,
+    expect_no_races,
+    host_slots,
+    pool_slots,
+)
 from headstart.runtime.checks import (
     FLOATS,
     checking,
@@ -241,13 +246,7 @@ def _state_slots(
         return None, None
     if isinstance(state, CacheSlots):
         _expect_cache("state", state, x, width)
-        room = state.cache.draft_tokens
-        for n, (draft, length) in enumerate(zip(schedule.drafts, schedule.lengths, strict=True)):
-            if draft and length > room:
-                raise ValueError(
-                    f"schedule: expected at most draft_tokens = {room} tokens in a step with "
-                    f"drafts, got {length} for sequence {n}"
-                )
+        expect_draft_lengths(schedule, state.cache.draft_tokens)
         slots = host_slots("state", state.slots, count, entries, state.cache.slots)
         return slots, slots
     if not isinstance(state, Pool):
@@ -255,19 +254,7 @@ def _state_slots(
             f"state: expected None, a tensor, a Pool or cache.at(slots), got {type(state).__name__}"
         )
     _expect_pool("state", state, x, width)
-    limit = state.tensor.shape[0]
-    read = write = None
-    if state.read_slots is not None:
-        read = host_slots("read_slots", state.read_slots, count, entries, limit)
-    if state.write_slots is not None:
-        write = host_slots("write_slots", state.write_slots, count, entries, limit)
-    elif state.read_slots is None:
-        raise ValueError("write_slots: expected slots, since read_slots is None")
-    else:
-        write = read
-    if state.present is not None and len(state.present) != entries:
-        raise ValueError(f"present: expected {entries} flags, got {len(state.present)}")
-    return read, write
+    return pool_slots(state, count, entries)
 
 
 def _snapshot_slots(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from headstart.ops.gated_delta_rule.pool import Pool
+from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.runtime.checks import checking, host_ints
 
 
@@ -31,6 +33,33 @@ def host_slots(
         if not -1 <= slot < limit:
             raise ValueError(f"{name}: expected slots in [0, {limit}) or -1, got {slot}")
     return found[:count]
+
+
+def pool_slots(pool: Pool, count: int, entries: int) -> tuple[list[int] | None, list[int] | None]:
+    """Slots of a state pool that are read and written, as lists where the host knows them."""
+    limit = pool.tensor.shape[0]
+    read = write = None
+    if pool.read_slots is not None:
+        read = host_slots("read_slots", pool.read_slots, count, entries, limit)
+    if pool.write_slots is not None:
+        write = host_slots("write_slots", pool.write_slots, count, entries, limit)
+    elif pool.read_slots is None:
+        raise ValueError("write_slots: expected slots, since read_slots is None")
+    else:
+        write = read
+    if pool.present is not None and len(pool.present) != entries:
+        raise ValueError(f"present: expected {entries} flags, got {len(pool.present)}")
+    return read, write
+
+
+def expect_draft_lengths(schedule: Schedule, draft_tokens: int) -> None:
+    """Raise if a step with drafts brings more tokens than a cache can roll back."""
+    for n, (draft, length) in enumerate(zip(schedule.drafts, schedule.lengths, strict=True)):
+        if draft and length > draft_tokens:
+            raise ValueError(
+                f"schedule: expected at most draft_tokens = {draft_tokens} tokens in a step with "
+                f"drafts, got {length} for sequence {n}"
+            )
 
 
 def expect_no_races(

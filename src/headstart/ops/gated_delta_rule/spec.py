@@ -12,7 +12,12 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK, Schedule, floor_chunk
-from headstart.ops.gated_delta_rule.slots import expect_no_races, host_slots
+from headstart.ops.gated_delta_rule.slots import (
+    expect_draft_lengths,
+    expect_no_races,
+    host_slots,
+    pool_slots,
+)
 from headstart.runtime.checks import (
     FLOATS,
     checking,
@@ -275,29 +280,12 @@ def _state_slots(
         if g is not None and per_channel != state.cache.per_channel:
             words = "per channel" if state.cache.per_channel else "per head"
             raise ValueError(f"g: expected a decay {words}, as the cache has, got {list(g.shape)}")
-        for n, (draft, length) in enumerate(zip(schedule.drafts, schedule.lengths, strict=True)):
-            if draft and length > state.cache.draft_tokens:
-                raise ValueError(
-                    f"schedule: expected at most draft_tokens = {state.cache.draft_tokens} tokens "
-                    f"in a step with drafts, got {length} for sequence {n}"
-                )
+        expect_draft_lengths(schedule, state.cache.draft_tokens)
         slots = host_slots("state", state.slots, count, entries, state.cache.slots)
         return slots, slots
     if isinstance(state, Pool):
         expect_pool("state", state, sizes, q)
-        limit = state.tensor.shape[0]
-        read = write = None
-        if state.read_slots is not None:
-            read = host_slots("read_slots", state.read_slots, count, entries, limit)
-        if state.write_slots is not None:
-            write = host_slots("write_slots", state.write_slots, count, entries, limit)
-        elif state.read_slots is None:
-            raise ValueError("write_slots: expected slots, since read_slots is None")
-        else:
-            write = read
-        if state.present is not None and len(state.present) != entries:
-            raise ValueError(f"present: expected {entries} flags, got {len(state.present)}")
-        return read, write
+        return pool_slots(state, count, entries)
     raise ValueError(
         f"state: expected None, a tensor, a Pool or cache.at(slots), got {type(state).__name__}"
     )

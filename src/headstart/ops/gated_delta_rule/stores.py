@@ -10,6 +10,7 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots, DeltaCache
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.spec import GatedDelta, GatedDeltaCall
 from headstart.ops.gated_delta_rule.steps import SequenceStep
+from headstart.runtime.checks import packs
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class Stores:
         """Outputs for `call`; `wide` is the dtype of states nobody gave a dtype."""
         _, HV, K, V = call.sizes
         out = call.out
-        if out is None or not _packs(out):
+        if out is None or (out.dim() == 4 and not packs(out)):
             packed = (call.q.shape[0], HV, V)
             o = torch.empty(packed, dtype=call.q.dtype, device=call.device)
         else:
@@ -49,7 +50,7 @@ class Stores:
         out = self.call.out
         if out is None:
             out = self.o.view(self.call.shape)
-        elif not _packs(out):
+        elif out.dim() == 4 and not packs(out):
             out.copy_(self.o.view(self.call.shape))
         return GatedDelta(out, self.state, self.snapshots)
 
@@ -108,11 +109,6 @@ class Stores:
     def tail_cache(self) -> DeltaCache | None:
         """The cache whose tails this call reads and writes."""
         return self.call.state.cache if isinstance(self.call.state, CacheSlots) else None
-
-
-def _packs(out: torch.Tensor) -> bool:
-    """Whether [B, L, HV, V] can be seen as [B L, HV, V]."""
-    return out.dim() == 3 or out.shape[0] < 2 or out.stride(0) == out.shape[1] * out.stride(1)
 
 
 def _store(pool: Pool, slot: int, heads: slice, value: torch.Tensor | None) -> None:
