@@ -63,11 +63,18 @@ class DeltaBlockCase(DeltaCase):
     def _restore(self, draws: Draws, cache: DeltaCache, slots: list[int]) -> None:
         if any(start % 64 for start in self.positions):
             raise ValueError(f"starts: expected multiples of 64, got {self.positions}")
-        states = draws.normal("state", len(slots), self.HV, self.K, self.V) / 4
-        histories = draws.normal("history", len(slots), self.conv_width - 1, self.channels)
-        at = torch.tensor(self.positions)[:, None] + torch.arange(1 - self.conv_width, 0)
-        histories = torch.where((at < 0)[..., None], 0.0, histories)
+        states, histories = self._drawn_states(draws), self._drawn_histories(draws)
         cache.load(slots, list(self.positions), draws.place(states), draws.place(histories))
+
+    def initial_histories(self, seed: int = 0) -> torch.Tensor:
+        """Convolution inputs [N, conv_width - 1, channels] before the step, float32."""
+        return self._drawn_histories(Draws(seed, "cpu"))
+
+    def _drawn_histories(self, draws: Draws) -> torch.Tensor:
+        count = len(self.lengths)
+        histories = draws.normal("history", count, self.conv_width - 1, self.channels)
+        at = torch.tensor(self.positions)[:, None] + torch.arange(1 - self.conv_width, 0)
+        return torch.where((at < 0)[..., None], 0.0, histories)
 
     def _rows(self, draws: Draws, part: str, T: int, dtype: torch.dtype) -> dict[str, Any]:
         mixed = torch.cat(

@@ -162,18 +162,15 @@ class AttentionCase(Case):
             count = sum(self.cached)
             plan = ExtendPlan.from_lengths(lengths, list(self.cached), device=device)
             return plan, torch.arange(count + SPARE) < count
-        held = [
-            cached + (new if self.new_in_cache else 0)
-            for new, cached in zip(self.lengths, self.cached, strict=True)
-        ]
+        places = self._places(draws)
         if self.layout == "slots":
-            count = sum(held)
-            indices = draws.permutation("slots", count + SPARE)[:count]
+            count = sum(map(len, places))
+            indices = torch.cat(places)
             rows = torch.zeros(count + SPARE, dtype=torch.bool)
             rows[indices] = True
             indptr = [0]
-            for length in held:
-                indptr.append(indptr[-1] + length)
+            for mine in places:
+                indptr.append(indptr[-1] + len(mine))
             plan = ExtendPlan.from_slots(
                 lengths,
                 indptr,
@@ -183,17 +180,12 @@ class AttentionCase(Case):
             )
             return plan, rows
         size = self.page_size
-        pages = [-(-length // size) for length in held]
-        count = sum(pages)
-        order = draws.permutation("pages", count + SPARE)
-        table = torch.zeros(len(pages), max(pages, default=0), dtype=torch.int32)
-        rows = torch.zeros(count + SPARE, size, dtype=torch.bool)
-        used = 0
-        for n, (length, mine) in enumerate(zip(held, pages, strict=True)):
-            table[n, :mine] = order[used : used + mine]
-            row = torch.arange(length)
-            rows[order[used + row // size], row % size] = True
-            used += mine
+        pages = [mine[::size] // size for mine in places]
+        table = torch.zeros(len(pages), max(map(len, pages), default=0), dtype=torch.int32)
+        rows = torch.zeros((sum(map(len, pages)) + SPARE) * size, dtype=torch.bool)
+        for n, mine in enumerate(pages):
+            table[n, : len(mine)] = mine
+            rows[places[n]] = True
         both = [new + cached for new, cached in zip(self.lengths, self.cached, strict=True)]
         plan = ExtendPlan.from_pages(
             lengths,
@@ -203,7 +195,28 @@ class AttentionCase(Case):
             new_in_cache=self.new_in_cache,
             device=device,
         )
-        return plan, rows.flatten()
+        return plan, rows
+
+    def cache_rows(self, seed: int = 0) -> list[torch.Tensor]:
+        """For each sequence the rows of the cache, pages flattened, that hold its keys in order."""
+        return self._places(Draws(seed, "cpu"))
+
+    def _places(self, draws: Draws) -> list[torch.Tensor]:
+        held = [
+            cached + (new if self.new_in_cache else 0)
+            for new, cached in zip(self.lengths, self.cached, strict=True)
+        ]
+        if self.layout == "rows":
+            return list(torch.arange(sum(held)).split(held))
+        if self.layout == "slots":
+            return list(draws.permutation("slots", sum(held) + SPARE)[: sum(held)].split(held))
+        size = self.page_size
+        pages = [-(-length // size) for length in held]
+        order = draws.permutation("pages", sum(pages) + SPARE)[: sum(pages)].split(pages)
+        return [
+            (mine[:, None] * size + torch.arange(size)).flatten()[:length]
+            for mine, length in zip(order, held, strict=True)
+        ]
 
     def _cache(self, draws: Draws, dtype: torch.dtype, rows: torch.Tensor) -> KVCache:
         from headstart import KVCache

@@ -173,14 +173,11 @@ class DeltaCase(Case):
         call = {**self._rows(draws, "", self.tokens, dtype), "schedule": schedule}
         if snapshots is not None:
             call["snapshots"] = snapshots
-        count = len(self.lengths)
-        shape = (count, self.HV, self.K, self.V)
         if self.state == "plain":
-            call |= {"state": draws.place(draws.normal("state", *shape) / 4), "return_state": True}
+            call |= {"state": draws.place(self._drawn_states(draws)), "return_state": True}
         elif self.state == "pool":
-            pool = draws.normal("state", POOL_SLOTS, *shape[1:]) / 4
-            slots = draws.permutation("slots", POOL_SLOTS)[:count].tolist()
-            call["state"] = headstart.Pool(draws.place(pool), slots)
+            pool = draws.place(self._drawn_states(draws))
+            call["state"] = headstart.Pool(pool, self._pool_slots(draws))
         elif self.state == "cache":
             return self._cached_steps(draws, dtype, call)
         return [call]
@@ -207,14 +204,28 @@ class DeltaCase(Case):
         rows = self._rows(draws, "tail ", sum(tails), dtype)
         return [{**rows, "schedule": schedule, "state": cache.at(slots)}, call]
 
+    def initial_states(self, seed: int = 0) -> torch.Tensor | None:
+        """States [N, HV, K, V] float32 before the first of `steps`; None: zeros."""
+        draws = Draws(seed, "cpu")
+        if self.state == "none":
+            return None
+        states = self._drawn_states(draws)
+        return states[self._pool_slots(draws)] if self.state == "pool" else states
+
+    def _drawn_states(self, draws: Draws) -> torch.Tensor:
+        count = POOL_SLOTS if self.state == "pool" else len(self.lengths)
+        return draws.normal("state", count, self.HV, self.K, self.V) / 4
+
+    def _pool_slots(self, draws: Draws) -> list[int]:
+        return draws.permutation("slots", POOL_SLOTS)[: len(self.lengths)].tolist()
+
     def _cache_sizes(self) -> dict[str, Any]:
         sizes = {"H": self.H, "HV": self.HV, "K": self.K, "V": self.V}
         return {**sizes, "per_channel": self.per_channel}
 
     def _restore(self, draws: Draws, cache: DeltaCache, slots: list[int]) -> None:
-        states = draws.normal("state", len(slots), self.HV, self.K, self.V) / 4
         begin = [start - start % CHUNK for start in self.positions]
-        cache.load(slots, begin, draws.place(states))
+        cache.load(slots, begin, draws.place(self._drawn_states(draws)))
 
     def _rows(self, draws: Draws, part: str, T: int, dtype: torch.dtype) -> dict[str, Any]:
         """q, k, v, g and beta of T packed tokens."""
