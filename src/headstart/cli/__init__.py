@@ -1,4 +1,4 @@
-"""The command line: `headstart env | cases | explain | prefill`, one file a command.
+"""The command line: `headstart env | cases | explain | prefill | static ...`, one file a command.
 
 It needs the extra `cli`; a command that needs more says so. Exit codes: 0 success, 1 a check that
 failed, 2 bad input, 130 interrupted.

@@ -13,7 +13,7 @@ import click
 
 from headstart.runtime.dispatch import Declined
 
-COMMANDS = ("cases", "env", "explain", "prefill")
+COMMANDS = ("cases", "env", "explain", "prefill", "static")
 
 
 class Commands(click.Group):

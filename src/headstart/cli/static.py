@@ -1,0 +1,222 @@
+"""`headstart static`: what a compiler makes of every kernel, for eight targets, without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headstart.cli.commands import need
+
+COLUMNS = (
+    "kernel",
+    "target",
+    "registers",
+    "vector spills",
+    "scalar spills",
+    "shared",
+    "blocks",
+    "matrix",
+    "loads",
+    "instructions",
+    "",
+)
+
+
+@click.command()
+@click.option("--kernel", "pattern", default="*", metavar="PATTERN", help="Only names that fit.")
+@click.option("--target", "targets", multiple=True, metavar="T", help="cuda:90, gfx942, ...; all.")
+@click.option(
+    "--diff",
+    "other",
+    metavar="OTHER",
+    help="Compare instructions: with a run's JSON, a git revision, or another kernel's name.",
+)
+@click.option(
+    "--triton-python",
+    "pythons",
+    multiple=True,
+    metavar="PATH",
+    help="Another interpreter with another Triton, compared with this one's.",
+)
+@click.option(
+    "--place",
+    "places",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="List kernels from here instead of the registered places.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    pattern: str,
+    targets: tuple[str, ...],
+    other: str | None,
+    pythons: tuple[str, ...],
+    places: tuple[str, ...],
+    json_file: str | None,
+) -> None:
+    """Cross-compile kernels; print registers, spills, shared memory and instructions.
+
+    Exits with 1 when a budget is broken, or --diff finds a differing instruction.
+    """
+    need("evidence", "pydantic")
+    from headstart.cli.printing import console, print_table
+    from headstart.evidence import runs
+    from headstart.evidence.static import diff
+    from headstart.evidence.static.collect import collect, resolve_targets
+
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    for place in places:
+        if place.count(":") != 1 or not all(place.split(":")):
+            raise ValueError(f"place: expected MODULE:FUNCTION, got {place!r}")
+    for python in pythons:
+        if shutil.which(python) is None:
+            raise ValueError(f"triton-python: cannot start {python}")
+    asked = {place: place for place in places} or None
+    chosen = resolve_targets(targets)
+    with _progress() as progress, _other_side(other, asked, chosen, pattern) as compare:
+        results = collect(chosen, pattern=pattern, places=asked, progress=progress)
+        by_python = [
+            collect(chosen, pattern=pattern, places=asked, python=path, progress=progress)
+            for path in pythons
+        ]
+        compared = compare(results)
+    if not results:
+        raise ValueError(f"kernel: nothing registered fits {pattern!r} on {', '.join(chosen)}")
+
+    everything = [*results, *(result for group in by_python for result in group)]
+    if json_file is not None:
+        runs.save(json_file, "static", everything, ctx.params)
+    for title, group in ((f"Triton {g[0]['triton']}", g) for g in (results, *by_python) if g):
+        print_table(COLUMNS, [_row(result) for result in group], title=title if pythons else "")
+    failed = False
+    for result in everything:
+        for sentence in result["broken"]:
+            failed = True
+            console().print(
+                f"BROKEN {result['kernel']} on {result['target']} (Triton {result['triton']}): "
+                f"{sentence}",
+                markup=False,
+            )
+    for group in by_python:
+        lines = diff.spill_differences(results, group)
+        for line in lines or ["no spill differs between Triton versions"]:
+            console().print(line, markup=False)
+    if compared is not None:
+        failed |= _print_differences(compared)
+    ctx.exit(1 if failed else 0)
+
+
+Comparison = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+
+
+@contextmanager
+def _other_side(
+    other: str | None,
+    places: dict[str, str] | None,
+    targets: list[str],
+    pattern: str,
+) -> Iterator[Any]:
+    """A function from results to pairs to compare (None: nothing is), for any kind of OTHER."""
+    from headstart.evidence import revisions, runs
+    from headstart.evidence.static import diff
+    from headstart.evidence.static.collect import collect
+
+    if other is None:
+        yield lambda results: None
+    elif Path(other).is_file():
+        others = runs.load(other, kind="static").results
+        yield lambda results: diff.pairs(results, others)
+    elif revisions.commit(other) is not None:
+        with revisions.worktree(other) as folder:
+            source = folder / "src"
+            others = collect(targets, pattern=pattern, places=places, source=source)
+            yield lambda results: diff.pairs(results, others)
+    else:
+
+        def same_target(results: list[dict[str, Any]]) -> Comparison:
+            one = collect(targets, pattern=other, places=places)
+            if not one:
+                raise ValueError(
+                    f"diff: {other!r} is no file, no git revision and no registered kernel"
+                )
+            return diff.against_kernel([*results, *one], other)
+
+        yield same_target
+
+
+def _print_differences(compared: Comparison) -> bool:
+    """Print what differs; whether anything does."""
+    from headstart.cli.printing import console
+    from headstart.evidence.static import diff
+
+    if not compared:
+        raise ValueError("diff: no kernel stands on both sides")
+    differing = 0
+    for result, other in compared:
+        sentence = diff.difference(result, other)
+        beside = f" beside {other['kernel']}" if other["kernel"] != result["kernel"] else ""
+        differing += bool(sentence)
+        console().print(
+            f"{'DIFFERS' if sentence else 'identical'} {result['kernel']}{beside} "
+            f"on {result['target']}" + (f": {sentence}" if sentence else ""),
+            markup=False,
+        )
+    console().print(f"{len(compared) - differing} of {len(compared)} identical")
+    return differing > 0
+
+
+def _row(result: dict[str, Any]) -> tuple[object, ...]:
+    if result["error"]:
+        return (result["kernel"], result["target"], *["-"] * 8, "FAILS")
+    scalar = result["scalar_spills"]
+    return (
+        result["kernel"],
+        result["target"],
+        result["registers"],
+        result["vector_spills"],
+        "-" if scalar is None else scalar,
+        result["shared"],
+        result["resident_blocks"],
+        _counts(_shortened(result["matrix"])),
+        _counts(result["loads"]),
+        result["instructions"],
+        "BROKEN" if result["broken"] else "ok",
+    )
+
+
+def _shortened(matrix: dict[str, int]) -> dict[str, int]:
+    """Matrix instructions by family: HGMMA, v_mfma, v_wmma."""
+    families: dict[str, int] = {}
+    for opcode, count in matrix.items():
+        family = "_".join(opcode.split(".")[0].split("_")[:2])
+        families[family] = families.get(family, 0) + count
+    return families
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "none"
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A line on a terminal's stderr that says what is being compiled."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(done: int, count: int, name: str) -> None:
+        print(f"\r\x1b[K{done + 1} of {count}: {name}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr)

@@ -1,0 +1,108 @@
+"""What a target has, what a kernel may take of it, and how many blocks fit beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Device:
+    """Limits of one multiprocessor (NVIDIA) or compute unit (AMD), from the vendors' tables.
+
+    registers: 32-bit vector registers a lane can have over all warps of a scheduler.
+    grain: registers a thread are rounded up to this.
+    schedulers: warp schedulers or SIMDs.
+    warps: resident warps of a scheduler, at most.
+    blocks: resident blocks, at most.
+    shared: bytes of shared memory or LDS.
+    reserved: bytes of it that every block loses.
+    """
+
+    registers: int
+    grain: int
+    schedulers: int
+    warps: int
+    blocks: int
+    shared: int
+    reserved: int = 0
+
+
+DEVICES = {
+    "cuda:80": Device(512, 8, 4, 16, 32, 164 * KIB, KIB),
+    "cuda:89": Device(512, 8, 4, 12, 24, 100 * KIB, KIB),
+    "cuda:90": Device(512, 8, 4, 16, 32, 228 * KIB, KIB),
+    "cuda:100": Device(512, 8, 4, 16, 32, 228 * KIB, KIB),
+    "cuda:120": Device(512, 8, 4, 12, 24, 100 * KIB, KIB),
+    "hip:gfx942": Device(512, 8, 4, 8, 32, 64 * KIB),
+    "hip:gfx950": Device(512, 8, 4, 8, 32, 160 * KIB),
+    "hip:gfx1151": Device(1536, 24, 2, 16, 32, 64 * KIB),
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every kernel must keep on a target.
+
+    shared: bytes of shared memory or LDS of a block, at most.
+    vector_spills: words of a thread, at most.
+    matrix: a kernel with a product must use matrix instructions.
+    why: the reason of the numbers.
+    """
+
+    shared: int
+    vector_spills: int = 0
+    matrix: bool = False
+    why: str = ""
+
+
+BUDGETS = {
+    "cuda:80": Budget(163 * KIB, why="the most a block can ask for"),
+    "cuda:89": Budget(99 * KIB, why="the most a block can ask for"),
+    "cuda:90": Budget(227 * KIB, why="the most a block can ask for"),
+    "cuda:100": Budget(227 * KIB, why="the most a block can ask for"),
+    "cuda:120": Budget(99 * KIB, why="the most a block can ask for"),
+    "hip:gfx942": Budget(64 * KIB, why="all of a compute unit"),
+    "hip:gfx950": Budget(160 * KIB, why="all of a compute unit"),
+    "hip:gfx1151": Budget(32 * KIB, matrix=True, why="two blocks a compute unit"),
+}
+
+
+def resident_blocks(
+    target: str, *, registers: int, threads: int, warp_size: int, shared: int
+) -> int:
+    """Blocks that fit on one multiprocessor or compute unit at once; 0: the kernel cannot run.
+
+    >>> resident_blocks("cuda:90", registers=168, threads=128, warp_size=32, shared=100 * 1024)
+    2
+    """
+    device = DEVICES[target]
+    warps = -(-threads // warp_size)
+    held = max(-(-registers // device.grain) * device.grain, device.grain)
+    by_registers = min(device.registers // held, device.warps) * device.schedulers // warps
+    by_shared = device.shared // (shared + device.reserved) if shared + device.reserved else 10**9
+    return min(by_registers, by_shared, device.blocks)
+
+
+def broken(target: str, result: Mapping[str, Any]) -> list[str]:
+    """A sentence for everything that a result of the worker has over its target's budget."""
+    if result["error"]:
+        return [f"does not compile: {result['error']}"]
+    budget, found = BUDGETS[target], []
+    if result["vector_spills"] > budget.vector_spills:
+        found.append(
+            f"spills {result['vector_spills']} vector words, allowed {budget.vector_spills}"
+        )
+    if result["shared"] > budget.shared:
+        found.append(
+            f"takes {result['shared']} bytes of shared memory, allowed {budget.shared} "
+            f"({budget.why})"
+        )
+    if result["resident_blocks"] == 0:
+        found.append("does not fit on a multiprocessor")
+    if budget.matrix and result["has_product"] and not result["matrix"]:
+        found.append("has a product but no matrix instruction")
+    return found

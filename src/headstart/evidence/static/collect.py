@@ -1,0 +1,130 @@
+"""Starts the compiling process, as often as crashes of the compiler ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import headstart
+from headstart.evidence.static.budgets import broken
+from headstart.runtime.static import STATIC, TARGETS
+
+SOURCE = Path(headstart.__file__).parents[1]
+POLL = 0.05
+
+
+def resolve_targets(names: tuple[str, ...]) -> list[str]:
+    """Full names of targets; the part after the colon is enough. None: all.
+
+    >>> resolve_targets(("90", "hip:gfx950"))
+    ['cuda:90', 'hip:gfx950']
+    """
+    if not names:
+        return list(TARGETS)
+    short = {name.split(":")[1]: name for name in TARGETS}
+    for name in names:
+        if name not in TARGETS and name not in short:
+            raise ValueError(f"target: expected one of {list(TARGETS)}, got {name!r}")
+    return [short.get(name, name) for name in names]
+
+
+def collect(
+    targets: list[str],
+    *,
+    pattern: str = "*",
+    places: dict[str, str] | None = None,
+    python: str = sys.executable,
+    source: Path = SOURCE,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Results of every configuration at `places` whose name fits `pattern`, on every target.
+
+    python: the interpreter whose Triton compiles; it needs torch and triton.
+    source: the folder that holds the package `headstart` to compile.
+    progress: called with (done, all, kernel on target).
+    A kernel that kills the compiler is a result with an error; the others are compiled after it.
+    Raises ValueError where the listing itself fails.
+    """
+    places = STATIC if places is None else places
+    results: list[dict[str, Any]] = []
+    total = None
+    with tempfile.TemporaryDirectory() as folder:
+        while total is None or len(results) < total:
+            lines, last, code, words = _run_once(
+                Path(folder),
+                {
+                    "places": places,
+                    "targets": targets,
+                    "pattern": pattern,
+                    "skip": len(results),
+                },
+                python,
+                source,
+                progress,
+            )
+            if not lines:
+                raise ValueError(f"static: {python} listed no kernels: {words}")
+            total = lines[0]["count"]
+            results += [line["result"] for line in lines if line["event"] == "end"]
+            if len(results) < total:
+                if last is None or last["event"] != "begin":
+                    raise ValueError(f"static: the compiling process ended with {code}: {words}")
+                crash = f"the compiler died (exit {code}): {words}"
+                results.append(last["result"] | {"error": crash})
+    for result in results:
+        result["broken"] = broken(result["target"], result)
+    return results
+
+
+def _run_once(
+    folder: Path,
+    request: dict[str, Any],
+    python: str,
+    source: Path,
+    progress: Callable[[int, int, str], None] | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None, int, str]:
+    """Lines that one compiling process wrote, the last of them, its exit code and last words."""
+    asked, answered = folder / "request.json", folder / f"results-{request['skip']}.jsonl"
+    asked.write_text(json.dumps(request))
+    answered.touch()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(source), environment.get("PYTHONPATH")))
+    )
+    errors = folder / "errors"
+    command = [python, "-m", "headstart.evidence.static.worker", str(asked), str(answered)]
+    lines: list[dict[str, Any]] = []
+    with open(errors, "w") as sink, open(answered) as reading:
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink)
+        except OSError as error:
+            raise ValueError(f"triton-python: cannot start {python}: {error.strerror}") from error
+        try:
+            running = True
+            partial = ""
+            while running:
+                running = process.poll() is None
+                partial += reading.read()
+                *whole, partial = partial.split("\n")
+                for text in whole:
+                    line = json.loads(text)
+                    lines.append(line)
+                    if progress is not None and line["event"] == "begin":
+                        result = line["result"]
+                        name = f"{result['kernel']} on {result['target']}"
+                        progress(line["index"], lines[0]["count"], name)
+                if running:
+                    time.sleep(POLL)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    said = errors.read_text().strip().splitlines()
+    return lines, (lines[-1] if lines else None), process.returncode, (said[-1] if said else "")
