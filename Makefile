@@ -17,7 +17,7 @@ BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
 
-.PHONY: help venv prefill test lint types pytest format wheel-smoke bench clean
+.PHONY: help venv prefill test lint types pytest test-interpret format wheel-smoke bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(READY): requirements-dev.txt pyproject.toml
 prefill: $(READY)  ## the main job: prefill the shipped sample, compared and from a prefix hit (MODEL=, PROMPT=)
 	$(BIN)/headstart prefill --model $(MODEL) --prompt-file "$(PROMPT)" --compare --prefix-cache
 
-test: lint types pytest  ## lint, type check, all tests and the docstring examples
+test: lint types pytest test-interpret  ## lint, type check, all tests and the docstring examples
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check
@@ -52,6 +52,10 @@ types: $(READY)  ## type check the package
 
 pytest: $(READY)  ## tests and docstring examples only (WORKERS=2)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest --doctest-modules -n $(WORKERS) --dist worksteal
+
+# A process of its own: Triton decides when it is imported whether kernels are interpreted.
+test-interpret: $(READY)  ## the behaviour suites against the Triton kernels, in Triton's interpreter (WORKERS=2)
+	TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/pytest tests/ops -n $(WORKERS) --dist worksteal
 
 format: $(READY)  ## format, and fix what the linter can fix
 	$(BIN)/ruff check --fix

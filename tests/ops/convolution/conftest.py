@@ -1,35 +1,17 @@
 """Every test that takes `convolve` or `norm` runs once for each implementation."""
 
-import functools
-
 import pytest
 import torch
+from tests.implementations import by_name, here
 
 import headstart
 
-# name -> whether the implementation may decline a call (then that test is skipped, with its
-# sentence); the two CPU implementations must run everything.
-IMPLEMENTATIONS = {"reference": False, "torch": False}
+IMPLEMENTATIONS = here("reference", "torch", "triton")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, scope="module")
 def implementation(request) -> str:
     return request.param
-
-
-def by_name(function, implementation):
-    """`function` computed by one named implementation."""
-
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        try:
-            return function(*args, implementation=implementation, **kwargs)
-        except headstart.Declined as reason:
-            if IMPLEMENTATIONS[implementation]:
-                pytest.skip(str(reason))
-            raise
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +22,12 @@ def convolve(implementation):
 @pytest.fixture(scope="module")
 def norm(implementation):
     return by_name(headstart.rms_norm_gated, implementation)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """What a device does not look at on its own is looked at."""
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
 
 
 @pytest.fixture

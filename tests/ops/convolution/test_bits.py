@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from tests.implementations import examples
 from tests.ops.convolution.oracle import cache_of, draw
 
 import headstart
@@ -29,7 +30,7 @@ def by_token(convolve, x, weight, bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_tokens_alone(convolve, channels, dtype):
-    x, weight, bias = draw(45, channels, dtype=dtype)
+    x, weight, bias = draw(examples(45), channels, dtype=dtype)
     assert torch.equal(convolve(x, weight, bias).y, by_token(convolve, x, weight, bias))
 
 
@@ -58,7 +59,7 @@ def test_gaps_between_stretches(channels, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads(convolve, implementation, threads_restored, dtype):
-    tokens = 40 if implementation == "reference" else 300
+    tokens = 300 if implementation == "torch" else 40
     x, weight, bias = draw(tokens, 1003, dtype=dtype)
     torch.set_num_threads(1)
     one = convolve(x, weight, bias).y
@@ -91,7 +92,7 @@ def test_sliced_channels_keep_their_bits(convolve):
         assert torch.equal(convolve(x[:, part], weight[part], bias[part]).y, whole[:, part])
 
 
-@settings(deadline=None, max_examples=15, derandomize=True)
+@settings(deadline=None, max_examples=examples(15), derandomize=True)
 @given(
     lengths=st.lists(st.integers(0, 12) | st.integers(0, 40), min_size=1, max_size=5),
     channels=st.sampled_from([1, 7, 33]),

@@ -49,6 +49,7 @@ def test_rolling_back_is_passing_a_smaller_start(convolve, whole):
         assert torch.equal(y, whole[start : start + 3])
 
 
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize(("end", "oldest"), [(3, 0), (9, 0), (10, 4), (100, 94)])
 def test_a_start_is_legal_while_its_inputs_are_in_the_ring(convolve, whole, end, oldest):
     for start in range(max(0, oldest - 3), end + 3):
@@ -67,6 +68,7 @@ def test_a_start_is_legal_while_its_inputs_are_in_the_ring(convolve, whole, end,
             torch.testing.assert_close(tensor, before[name], equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("checked")
 def test_one_bad_start_stops_the_whole_batch(convolve):
     cache = cache_of()
     step(convolve, cache, [0, 1], X[:60], [30, 30], 0)
@@ -155,6 +157,7 @@ def test_a_snapshot_of_drafts_is_the_opening_border(convolve, whole):
     assert torch.equal(step(convolve, cache, [1], X[64:80], [16], 64).y, whole[64:80])
 
 
+@pytest.mark.usefixtures("checked")
 def test_a_snapshot_whose_inputs_have_left_the_ring_is_refused(convolve):
     cache = cache_of()
     step(convolve, cache, [0], X[:75], [75], 0)
@@ -165,6 +168,7 @@ def test_a_snapshot_whose_inputs_have_left_the_ring_is_refused(convolve):
     step(convolve, cache, [0], X[75:80], [5], 75, positions=[[64]])
 
 
+@pytest.mark.usefixtures("checked")
 def test_a_restored_slot_does_not_reach_back_past_its_snapshot(convolve):
     """The ring of a restored slot may hold another sequence's inputs beside the history."""
     cache = cache_of()

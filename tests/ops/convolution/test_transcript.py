@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.implementations import examples
 from tests.ops.convolution.oracle import assert_close, cache_of, draw, history, replay
 
 from headstart import Pool, Schedule
@@ -157,9 +158,12 @@ class Histories(RuleBasedStateMachine):
                 assert torch.equal(self.pool[slot], wanted)
 
 
+@pytest.mark.usefixtures("checked")
 def test_transcripts(convolve):
     machine = type("Histories", (Histories,), {"convolve": staticmethod(convolve)})
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=30, stateful_step_count=25, deadline=None, derandomize=True),
+        settings=settings(
+            max_examples=examples(30), stateful_step_count=25, deadline=None, derandomize=True
+        ),
     )

@@ -167,11 +167,19 @@ def test_a_mistake_in_the_norm_is_named(message):
 def test_who_runs_a_call():
     assert [row[:2] for row in headstart.explain("causal_conv1d", X, WEIGHT)] == [
         ("torch", True),
+        ("triton", False),
+        ("reference", True),
+    ]
+    there = X.to("meta")
+    assert [row[:2] for row in headstart.explain("causal_conv1d", there, WEIGHT.to("meta"))] == [
+        ("triton", True),
+        ("torch", True),
         ("reference", True),
     ]
     wide = X.double()
     assert [row[:2] for row in headstart.explain("rms_norm_gated", wide, BIAS, wide)] == [
         ("torch", False),
+        ("triton", False),
         ("reference", True),
     ]
 
@@ -189,5 +197,5 @@ def test_the_scratch_is_the_stated_one(tokens, channels, dtype):
         getattr(headstart, name)(*arguments)
         assert headstart.workspace_bytes(name, *arguments) == workspace.bytes
         on_meta = [tensor.to("meta") for tensor in arguments]
-        assert headstart.workspace_bytes(name, *on_meta) == workspace.bytes
+        assert headstart.workspace_bytes(name, *on_meta, implementation="torch") == workspace.bytes
     workspace.release()

@@ -139,6 +139,7 @@ _CONVOLUTION = dispatch.register(
         name="causal_conv1d",
         bind=spec.bind,
         places={
+            "triton": f"{_HERE}.triton.call:CONVOLUTION",
             "torch": f"{_HERE}.decomposed:CONVOLUTION",
             "reference": f"{_HERE}.reference:CONVOLUTION",
         },
@@ -150,6 +151,7 @@ _NORM = dispatch.register(
         name="rms_norm_gated",
         bind=spec.bind_norm,
         places={
+            "triton": f"{_HERE}.triton.call:NORM",
             "torch": f"{_HERE}.decomposed:NORM",
             "reference": f"{_HERE}.reference:NORM",
         },

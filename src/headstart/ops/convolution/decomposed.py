@@ -13,7 +13,12 @@ import torch
 
 from headstart.ops.activations import ACTIVATIONS
 from headstart.ops.convolution.histories import Histories, allocate
-from headstart.ops.convolution.spec import Convolution, ConvolutionCall, GatedNormCall
+from headstart.ops.convolution.spec import (
+    Convolution,
+    ConvolutionCall,
+    GatedNormCall,
+    three_dimensions,
+)
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.workspace import default_workspace
@@ -110,11 +115,11 @@ def _heads(call: ConvolutionCall, before: torch.Tensor, rows: _Rows, y: torch.Te
 
 def norm(call: GatedNormCall) -> torch.Tensor:
     """Compute the gated norm, block by block of rows."""
-    x, gate = _three(call.x), _three(call.gate)
+    x, gate = three_dimensions(call.x), three_dimensions(call.gate)
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.device)
     if not out.numel():
         return out
-    y, weight = _three(out), call.weight.to(torch.float32)
+    y, weight = three_dimensions(out), call.weight.to(torch.float32)
     workspace = default_workspace(call.device)
     first, second, third = (
         workspace.buffer(f"norm {name}", (size,), torch.float32)
@@ -140,13 +145,6 @@ def norm(call: GatedNormCall) -> torch.Tensor:
     return out
 
 
-def _three(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., D] as three dimensions, a view wherever the strides of the first ones allow it."""
-    if tensor.dim() < 3:
-        return tensor.view(-1, 1, tensor.shape[-1]) if tensor.dim() == 1 else tensor[:, None]
-    return tensor.flatten(0, -3)
-
-
 def _block() -> int:
     return BLOCK * torch.get_num_threads()
 
@@ -163,7 +161,7 @@ def _convolution_buffers(call: ConvolutionCall) -> dict[str, int]:
 
 def _norm_rows(call: GatedNormCall) -> tuple[int, int]:
     """Rows of a block in the first and the second of three dimensions."""
-    outer, inner, D = _three(call.x).shape
+    outer, inner, D = three_dimensions(call.x).shape
     inner = max(1, min(inner, _block() // D))
     return max(1, min(outer, _block() // (inner * D))), inner
 

@@ -37,7 +37,8 @@ class Histories:
         shape = (schedule.N, call.width - 1, call.channels)
         if isinstance(state, CacheSlots):
             slots = _slots(call.read_slots, state.slots, schedule.N)
-            self._expect_in_ring(state.cache, slots)
+            if state.cache.device.type == "cpu":
+                expect_in_ring(call, state.cache, slots)
             self._read = self._write = slots
             self.before = self._from_ring(state.cache, slots, schedule.starts)
             return
@@ -79,12 +80,7 @@ class Histories:
             self._keep(target, kept)
         if call.return_state:
             new = _padded(new, schedule.slot_count(schedule.N, 0))
-        out = call.out
-        if out is None:
-            out = y.view(call.shape)
-        elif out.dim() == 3 and not packs(out):
-            out.copy_(y.view(call.shape))
-        return Convolution(out, new if call.return_state else None, snapshots)
+        return Convolution(deliver(call, y), new if call.return_state else None, snapshots)
 
     def _ints(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.call.device)
@@ -134,28 +130,6 @@ class Histories:
         tensors["history_first"][slot, 0] = first.to(torch.int32)
         tensors["history_end"][slot, 0] = position.to(torch.int32)
 
-    def _expect_in_ring(self, cache: DeltaCache, slots: list[int]) -> None:
-        if cache.device.type != "cpu":
-            return
-        schedule = self.call.schedule
-        firsts, ends = (cache.tensors[f"history_{name}"][:, 0] for name in ("first", "end"))
-        for n, (slot, start) in enumerate(zip(slots, schedule.starts, strict=True)):
-            if slot < 0 or start == 0:
-                continue
-            first, end = int(firsts[slot]), int(ends[slot])
-            first = first and first + self.call.width - 1  # inputs below position 0 are zeros
-            if not first <= start <= end:
-                raise ValueError(
-                    f"start_positions: sequence {n} in slot {slot} has the convolution inputs for "
-                    f"a start of {first} to {end}, got {start}"
-                )
-            places = schedule.snapshot_positions[n] if self.call.snapshots is not None else []
-            if places and 0 < places[0] < first:
-                raise ValueError(
-                    f"snapshot_positions: sequence {n} in slot {slot} has the convolution inputs "
-                    f"for a position of {first} to {end}, got {places[0]}"
-                )
-
     def _from_ring(self, cache: DeltaCache, slots: list[int], positions: list[int]) -> torch.Tensor:
         """Histories [M, width - 1, channels] of slots at positions, zeros for slot -1."""
         slot, wanted = self._ints(slots), self._ints(positions)[:, None] + self._span
@@ -181,15 +155,51 @@ class Histories:
         cache.tensors["history_end"][slot, 0] = ends.to(torch.int32)
 
 
-def allocate(call: ConvolutionCall) -> torch.Tensor:
-    """Where y [T, channels] is computed: `out` if it can be seen so; unused rows are zero."""
+def expect_in_ring(call: ConvolutionCall, cache: DeltaCache, slots: list[int]) -> None:
+    """Raise unless the cache still has the inputs of every start and of every kept snapshot."""
+    schedule = call.schedule
+    firsts, ends = (cache.tensors[f"history_{name}"][:, 0] for name in ("first", "end"))
+    for n, (slot, start) in enumerate(zip(slots, schedule.starts, strict=True)):
+        if slot < 0 or start == 0:
+            continue
+        first, end = int(firsts[slot]), int(ends[slot])
+        first = first and first + call.width - 1  # inputs below position 0 are zeros
+        if not first <= start <= end:
+            raise ValueError(
+                f"start_positions: sequence {n} in slot {slot} has the convolution inputs for "
+                f"a start of {first} to {end}, got {start}"
+            )
+        places = schedule.snapshot_positions[n] if call.snapshots is not None else []
+        if places and 0 < places[0] < first:
+            raise ValueError(
+                f"snapshot_positions: sequence {n} in slot {slot} has the convolution inputs "
+                f"for a position of {first} to {end}, got {places[0]}"
+            )
+
+
+def output(call: ConvolutionCall) -> torch.Tensor:
+    """Where y [T, channels] is computed: `out` if it can be seen so; its contents are undefined."""
     out = call.out
     if out is None or (out.dim() == 3 and not packs(out)):
-        y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.device)
-    else:
-        y = out.view(-1, call.channels) if out.dim() == 3 else out
+        return torch.empty(call.x.shape, dtype=call.x.dtype, device=call.device)
+    return out.view(-1, call.channels) if out.dim() == 3 else out
+
+
+def allocate(call: ConvolutionCall) -> torch.Tensor:
+    """`output`, with zeros in the rows past the last sequence."""
+    y = output(call)
     y[call.schedule.T :].zero_()
     return y
+
+
+def deliver(call: ConvolutionCall, y: torch.Tensor) -> torch.Tensor:
+    """What the caller gets for a computed `output` y: `out`, or y in the shape of x."""
+    out = call.out
+    if out is None:
+        return y.view(call.shape)
+    if out.dim() == 3 and not packs(out):
+        out.copy_(y.view(call.shape))
+    return out
 
 
 def _slots(known: list[int] | None, given: object, count: int) -> list[int]:

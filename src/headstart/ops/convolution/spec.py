@@ -191,6 +191,13 @@ def bind_norm(
     return GatedNormCall(x=x, weight=weight, gate=gate, eps=float(eps), activation=activation)
 
 
+def three_dimensions(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., D] as three dimensions, a view wherever the strides of the first ones allow it."""
+    if tensor.dim() < 3:
+        return tensor.view(-1, 1, tensor.shape[-1]) if tensor.dim() == 1 else tensor[:, None]
+    return tensor.flatten(0, -3)
+
+
 def _expect_parameters(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     channels = x.shape[-1]
     expect_shape("weight", weight, "[channels, width]", (channels, None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -69,6 +69,7 @@ class Schedule:
     ) -> None:
         self.device = torch.device(device)
         self.capacity = None if capacity is None else _capacity(capacity)
+        self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -129,6 +130,11 @@ class Schedule:
                     raise ValueError(f"capacity: expected at most {room} {name}, got {have}")
         self.offsets, self.lengths, self.starts = offsets, steps, starts
         self.drafts, self.snapshot_positions = flags, kept
+        if self.capacity is None:
+            self._on_device.clear()
+        for build, tensor in self._on_device.items():
+            # Pageable memory: staged before the call returns, so the source may go.
+            tensor.copy_(torch.tensor(build(self), dtype=tensor.dtype), non_blocking=True)
         return self
 
     @property
@@ -145,6 +151,25 @@ class Schedule:
     def M(self) -> int:  # noqa: N802
         """Snapshots of the step."""
         return sum(map(len, self.snapshot_positions))
+
+    def on_device(self, build: Callable[[Schedule], list[int]]) -> torch.Tensor:
+        """The integers that `build` makes of this schedule, int32 on its device, kept.
+
+        Built at first use; `update_` writes them again where they lie, so `build` must return as
+        many for every step that a schedule with a capacity may hold.
+
+        >>> schedule = Schedule([2, 3], device="cpu", capacity=(2, 8, 0))
+        >>> kept = schedule.on_device(lambda step: step.lengths)
+        >>> _ = schedule.update_([4, 1])
+        >>> kept.tolist()
+        [4, 1]
+        """
+        if build not in self._on_device:
+            # A plain tensor even when made under inference mode: the schedule outlives it.
+            with torch.inference_mode(False):
+                values = torch.tensor(build(self), dtype=torch.int32)
+                self._on_device[build] = values.to(self.device, non_blocking=True)
+        return self._on_device[build]
 
     def slot_count(self, count: int, axis: int) -> int:
         """Entries that a slot list for `count` sequences (axis 0) or snapshots (axis 2) has."""
