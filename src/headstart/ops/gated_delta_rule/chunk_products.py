@@ -1,22 +1,24 @@
-"""One chunk of 64 tokens for several heads at once, as a fixed sequence of matrix products.
+"""Chunks of 64 tokens for several heads at once, as fixed sequences of matrix products.
 
 With Gamma_ij = exp(sum of g over j < m <= i) for i >= j, else 0, Gamma_i0 from the chunk's start:
     A = strict_lower(beta_i (k_i . k_j) Gamma_ij)
     v_new = (I + A)^-1 beta (v - Gamma_i0 k S)
     o = Gamma_i0 q S + tril(q k^T Gamma) v_new
     S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
-[Gated Delta Networks, arXiv 2412.06464; v_new is U - W S with the inverse applied once.] The sums
-in Gamma restart at every column j, so a decay of -316 or -inf outside (j, i] neither enters an
-entry nor costs it digits. Row i of every product looks at rows <= i alone.
+[Gated Delta Networks, arXiv 2412.06464; v_new is U - W S with the inverse applied once.] All that
+needs no S is computed for a span of chunks before the first of them reads S. The sums in Gamma are
+differences of float64 running sums of max(g, -200): exp of -200 and below is 0 in float32, so a
+decay of -316 or -inf outside (j, i] neither enters an entry nor costs it digits. Row i of every
+product looks at rows <= i alone.
 
-Arrays: U key heads, R value heads to each, L = U R lanes; every product has one shape, so a row's
-bits do not depend on what else is in the batch.
+Arrays: M chunks, U key heads, R value heads to each, L = U R lanes. Library products take one chunk
+each and so have one shape; only elementwise operations run over a span. A row's bits therefore
+depend neither on what else is in the batch nor on how many chunks a step brings.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -25,32 +27,36 @@ from headstart.runtime.workspace import Workspace
 
 BLOCK = 16
 """Rows of a sub-block within which per-channel decays are applied elementwise."""
+FORGOTTEN = -200.0
+"""A log decay that forgets all in float32, as does every sum with it."""
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def chunk_shapes(U: int, R: int, K: int, V: int, per_channel: bool) -> Shapes:
-    """Names, shapes and dtypes of the buffers of one group of U key heads."""
+def span_shapes(M: int, U: int, R: int, K: int, V: int, per_channel: bool) -> Shapes:
+    """Names, shapes and dtypes of the buffers of one group of U key heads over M chunks."""
     C, f = CHUNK, torch.float32
     shapes: Shapes = {
-        "keys": ((U, 2 * C, K), f),  # rows 0..63 hold k, rows 64..127 hold scale * q
+        "keys": ((M, U, 2 * C, K), f),  # rows 0..63 hold k, rows 64..127 hold scale * q
         "squares": ((U, 2 * C, K), f),
-        "norms": ((U, 2 * C, 1), f),
-        "values": ((U, C, R, V), f),
-        "decay": ((U, R, C, K) if per_channel else (U, R, C), f),
-        "beta": ((U, R, C), f),
+        "norms": ((M, U, 2 * C, 1), f),
+        "values": ((M, U, R, C, V), f),
+        "decay": ((M, U, R, C, K) if per_channel else (M, U, R, C), f),
+        "beta": ((M, U, R, C), f),
         "state": ((U, K, R * V), f),
-        "lower": ((U, R, C, C), f),
-        "inner": ((U, R, C, C), f),
+        "lower": ((M, U, R, C, C), f),
+        "inner": ((M, U, R, C, C), f),
+        "inverse": ((M, U, R, C, C), f),
+        "from_start": ((M, U, R, C, K) if per_channel else (M, U, R, C), f),
         "rest": ((U, R, C, V), f),
+        "v_new": ((U * R, C, V), f),
         "out": ((U * R, C, V), f),
         "update": ((U, C, R, V), f),
     }
     if per_channel:
         L, B = U * R, BLOCK
         shapes |= {
-            "from_start": ((U, R, 1, C, K), f),
-            "scaled": ((U, R, 2, C, K), f),
+            "scaled": ((M, U, R, 2 * C, K), f),
             "read": ((L, 2 * C, V), f),
             "pairs": ((L, B, B, K), f),
             "weighted": ((L, B, B, K), f),
@@ -60,144 +66,196 @@ def chunk_shapes(U: int, R: int, K: int, V: int, per_channel: bool) -> Shapes:
         }
     else:
         shapes |= {
-            "products": ((U, 2 * C, C), f),
+            "products": ((M, U, 2 * C, C), f),
             "read": ((U, 2 * C, R * V), f),
-            "gamma": ((U, R, C, C), f),
+            "sums": ((M, U, R, C, C), torch.float64),
+            "gamma": ((M, U, R, C, C), f),
         }
     return shapes
 
 
-@dataclass(eq=False)
 class Chunk:
-    """The buffers of one group and the products over them.
+    """Views of one chunk of a span, made once: slicing costs as much as a small product."""
 
-    `keys`, `values`, `decay`, `beta` are filled for a chunk, `state` holds S before it;
-    `products()` then leaves o in `out` and, where asked, S after the chunk in `state`.
+    def __init__(self, buffers: dict[str, torch.Tensor], m: int, per_channel: bool) -> None:
+        b = {name: buffers[name][m] for name in PER_CHUNK if name in buffers}
+        C = CHUNK
+        self.keys = b["keys"]  # [U, 2 C, K]
+        self.k_columns = b["keys"][:, :C].mT  # [U, K, C]
+        self.norms, self.values, self.decay = b["norms"], b["values"], b["decay"]
+        self.lower = b["lower"].flatten(0, 1)  # [L, C, C], and so the next two
+        self.inner = b["inner"].flatten(0, 1)
+        self.inverse = b["inverse"].flatten(0, 1)
+        self.beta = b["beta"].flatten(0, 1)  # [L, C]
+        if per_channel:
+            self.from_start = b["from_start"]  # [U, R, C, K]
+            self.whole = b["from_start"][:, :, C - 1, :, None]  # [U, R, K, 1]
+            self.scaled = b["scaled"]  # [U, R, 2 C, K]
+        else:
+            self.products = b["products"]  # [U, 2 C, C]
+            self.from_start = b["from_start"][..., None]  # [U, R, C, 1]
+            self.whole = b["from_start"][:, None, :, C - 1, None]  # [U, 1, R, 1]
+            self.to_end = b["gamma"][:, :, C - 1].transpose(1, 2)[..., None]  # [U, C, R, 1]
+
+
+PER_CHUNK = (
+    *("keys", "norms", "values", "decay", "beta", "lower", "inner", "inverse", "from_start"),
+    *("scaled", "products", "gamma"),
+)
+
+
+class Span:
+    """The buffers of one group for up to M chunks in a row, and the products over them.
+
+    `keys`, `values`, `decay`, `beta` are filled for some chunks and `prepare()` called; `advance()`
+    then takes them in order: it leaves o of its chunk in `out` and, where asked, moves `state` from
+    S before the chunk to S after it.
     """
 
-    buffers: dict[str, torch.Tensor]
-    per_channel: bool
-    always_careful: bool
-    zero: torch.Tensor
-    below: torch.Tensor
-    """Strictly lower triangle, [C, C]; its leading corner serves the sub-blocks."""
-
-    @staticmethod
-    def allocate(workspace: Workspace, U: int, R: int, K: int, V: int, per_channel: bool) -> Chunk:
-        """Buffers from a workspace; the inputs and the state start as zeros."""
-        shapes = chunk_shapes(U, R, K, V, per_channel)
-        buffers = {
+    def __init__(
+        self, workspace: Workspace, M: int, U: int, R: int, K: int, V: int, per_channel: bool
+    ) -> None:
+        shapes = span_shapes(M, U, R, K, V, per_channel)
+        self.buffers = {
             name: workspace.buffer(name, shape, dtype) for name, (shape, dtype) in shapes.items()
         }
-        for name in ("keys", "values", "decay", "beta", "state"):
-            buffers[name].zero_()
+        self.per_channel = per_channel
+        self.chunks = [Chunk(self.buffers, m, per_channel) for m in range(M)]
+        b, C, device = self.buffers, CHUNK, workspace.device
         # Looking at a value on a device would stall it; there the careful form always runs.
-        return Chunk(
-            buffers,
-            per_channel,
-            always_careful=workspace.device.type != "cpu",
-            zero=torch.zeros((), device=workspace.device),
-            below=torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=workspace.device).tril_(-1),
-        )
+        self.always_careful = device.type != "cpu"
+        self.zero = torch.zeros((), device=device)
+        self.below = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=device).tril_(-1)
+        self.identity = torch.eye(C, device=device).repeat(U * R, 1, 1)
+        self.rest = b["rest"].flatten(0, 1)
+        self.state_lanes = b["state"].view(U, K, R, V)
+        self.v_new_rows = b["v_new"].view(U, R, C, V).transpose(1, 2)
+        self.update = b["update"].flatten(2)
+        self.out = b["out"].view(U, R, C, V)
+        self.last_rows = b["v_new"][:, C - 1]
+        read = b["read"].view(U, R, 2 * C, V)
+        if not per_channel:
+            read = b["read"].view(U, 2 * C, R, V).transpose(1, 2)
+        self.read_k, self.read_q = read[:, :, :C], read[:, :, C:]
 
-    def normalise(self) -> None:
+    def clear(self) -> None:
+        """Zero the inputs and the state."""
+        for name in ("keys", "values", "decay", "beta", "state"):
+            self.buffers[name].zero_()
+
+    def normalise(self, count: int) -> None:
         """keys <- keys * rsqrt(sum(keys^2) + 1e-6), k and q alike."""
-        keys, squares, norms = (self.buffers[name] for name in ("keys", "squares", "norms"))
-        torch.mul(keys, keys, out=squares)
-        torch.sum(squares, -1, keepdim=True, out=norms)
-        norms.add_(1e-6).rsqrt_()
-        keys.mul_(norms)
+        squares = self.buffers["squares"]
+        for chunk in self.chunks[:count]:
+            torch.mul(chunk.keys, chunk.keys, out=squares)
+            torch.sum(squares, -1, keepdim=True, out=chunk.norms)
+        norms = self.buffers["norms"][:count].add_(1e-6).rsqrt_()
+        self.buffers["keys"][:count].mul_(norms)
 
-    def products(self, want_out: bool, want_state: bool) -> None:
-        """o of the chunk into `out`, and S after it into `state`."""
-        gammas = self._channel_products() if self.per_channel else self._head_products()
-        b = self.buffers
-        U, R, C, V = b["rest"].shape
-        rest = b["rest"].view(U * R, C, V)
-        torch.linalg.solve_triangular(
-            b["lower"].view(U * R, C, C), rest, upper=False, unitriangular=True, out=rest
-        )
-        spoiled = None
-        if self.always_careful or not math.isfinite(float(rest.sum())):
-            # 0 * NaN is NaN: keep rows before a spoiled one out of its products.
-            spoiled = (~rest.isfinite()).cumsum(1) > 0
-        if want_out:
-            self._outputs(rest, spoiled)
-        if want_state:
-            self._new_state(*gammas)
-
-    def _outputs(self, v_new: torch.Tensor, spoiled: torch.Tensor | None) -> None:
-        b = self.buffers
-        U, R, C, V = b["rest"].shape
-        inner, out = b["inner"].view(U * R, C, C), b["out"]
-        if spoiled is not None:
-            v_new = v_new.masked_fill(spoiled, 0.0)
-            inner = inner.tril()
-        torch.bmm(inner, v_new, out=out)
+    def prepare(self, count: int) -> None:
+        """What the first `count` chunks need beside S: `inner`, the inverses and the decays."""
         if self.per_channel:
-            out += b["read"][:, C:]
+            for chunk in self.chunks[:count]:
+                self._channel_products(chunk)
         else:
-            read = b["read"][:, C:].view(U, C, R, V).transpose(1, 2)
-            out.view(U, R, C, V).addcmul_(read, self._from_start)
+            self._head_products(count)
+        b = {name: self.buffers[name][:count] for name in ("beta", "lower", "inverse")}
+        b["lower"] *= b["beta"][..., None]
+        for chunk in self.chunks[:count]:
+            self._invert(chunk.lower, chunk.inverse)
+        b["inverse"] *= b["beta"][..., None, :]
+
+    def advance(self, m: int, want_out: bool, want_state: bool) -> None:
+        """o of chunk m into `out`, and S after it into `state`."""
+        b, chunk = self.buffers, self.chunks[m]
+        if self.per_channel:
+            L, _, K = chunk.scaled.flatten(0, 1).shape
+            state = self.state_lanes.transpose(1, 2).reshape(L, K, -1)
+            torch.bmm(chunk.scaled.flatten(0, 1), state, out=b["read"])
+            torch.sub(chunk.values, self.read_k, out=b["rest"])
+        else:
+            torch.bmm(chunk.keys, b["state"], out=b["read"])  # [2 C, K] @ [K, R V]
+            torch.addcmul(chunk.values, self.read_k, chunk.from_start, value=-1, out=b["rest"])
+        torch.bmm(chunk.inverse, self.rest, out=b["v_new"])
+        spoiled = None
+        # What is not finite in a row reaches the last one, since 0 * NaN is NaN.
+        if self.always_careful or not math.isfinite(float(self.last_rows.sum())):
+            spoiled = self._spare_earlier_rows(chunk)
+        if want_out:
+            torch.bmm(chunk.inner, b["v_new"], out=b["out"])
+            if self.per_channel:
+                self.out.add_(self.read_q)
+            else:
+                self.out.addcmul_(self.read_q, chunk.from_start)
         if spoiled is not None:
-            out.masked_fill_(spoiled, torch.nan)
+            b["v_new"].masked_fill_(spoiled, torch.nan)
+            b["out"].masked_fill_(spoiled, torch.nan)
+        if want_state:
+            self._new_state(chunk)
 
-    def _head_products(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill `lower`, `inner`, `rest`, `read`; return Gamma_Ci and Gamma_C0."""
-        b = self.buffers
-        U, R, C, V = b["rest"].shape
-        keys, decay, beta, gamma = b["keys"], b["decay"], b["beta"], b["gamma"]
-        # [2 C, K] @ [K, C] and [2 C, K] @ [K, R V]
-        torch.bmm(keys, keys[:, :C].mT, out=b["products"])
-        torch.bmm(keys, b["state"], out=b["read"])
-        torch.where(self.below, decay[..., None], self.zero, out=gamma)
-        gamma.cumsum_(-2).exp_().tril_()
-        self._from_start = decay.cumsum(-1).exp_()[..., None]  # [U, R, C, 1]
-        torch.mul(b["products"][:, None, :C], gamma, out=b["lower"])
-        b["lower"] *= beta[..., None]
-        torch.mul(b["products"][:, None, C:], gamma, out=b["inner"])
-        read = b["read"][:, :C].view(U, C, R, V).transpose(1, 2)
-        torch.addcmul(b["values"].transpose(1, 2), read, self._from_start, value=-1, out=b["rest"])
-        b["rest"] *= beta[..., None]
-        return gamma[..., C - 1, :], self._from_start[..., C - 1, :]
+    def _spare_earlier_rows(self, chunk: Chunk) -> torch.Tensor:
+        """v_new again, with zeros from the first row on that is not finite; which rows these are.
 
-    def _channel_products(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with a decay per channel: exp(g) scales rows of S, so keys carry Gamma."""
-        b = self.buffers
-        U, R, C, V = b["rest"].shape
-        K, L = b["keys"].shape[-1], U * R
-        keys = b["keys"].view(U, 1, 2, C, K)
-        decay, beta, scaled = b["decay"], b["beta"], b["scaled"]
-        torch.cumsum(decay, -2, out=b["from_start"].view(U, R, C, K))
-        from_start = b["from_start"].exp_()
-        torch.mul(keys, from_start, out=scaled)
-        state = b["state"].view(U, K, R, V).transpose(1, 2).reshape(L, K, V)
-        torch.bmm(scaled.view(L, 2 * C, K), state, out=b["read"])
-        self._channel_pairs()
-        b["lower"] *= beta[..., None]
-        torch.sub(
-            b["values"].transpose(1, 2), b["read"].view(U, R, 2 * C, V)[:, :, :C], out=b["rest"]
+        A lane spoiled by its keys or gates loses whole rows, one spoiled by v or S single columns.
+        """
+        chunk.inner.tril_()
+        lower = chunk.lower.tril(-1)
+        rows = ~(lower.isfinite().all(-1) & chunk.beta.isfinite())
+        rows = (rows.cumsum(1) > 0)[..., None]  # [L, C, 1]
+        spoiled = (~self.rest.isfinite() | rows).cumsum(1) > 0
+        self._invert(lower.masked_fill_(rows, 0.0), chunk.inverse)
+        chunk.inverse.mul_(chunk.beta.masked_fill(rows[..., 0], 0.0)[:, None])
+        torch.bmm(chunk.inverse, self.rest.masked_fill_(spoiled, 0.0), out=self.buffers["v_new"])
+        return spoiled
+
+    def _invert(self, lower: torch.Tensor, inverse: torch.Tensor) -> None:
+        """(I + strictly lower triangle)^-1, [L, C, C]."""
+        torch.linalg.solve_triangular(
+            lower, self.identity, upper=False, unitriangular=True, out=inverse
         )
-        b["rest"] *= beta[..., None]
-        return _sums_after(decay).exp_(), from_start[:, :, 0, C - 1]
 
-    def _channel_pairs(self) -> None:
+    def _head_products(self, count: int) -> None:
+        """Fill `lower` (without beta), `inner`, `from_start` and `gamma`."""
+        names = ("decay", "products", "sums", "gamma", "from_start", "lower", "inner")
+        b, C = {name: self.buffers[name][:count] for name in names}, CHUNK
+        for chunk in self.chunks[:count]:
+            torch.bmm(chunk.keys, chunk.k_columns, out=chunk.products)  # [2 C, K] @ [K, C]
+        sums = b["decay"].double().clamp_(min=FORGOTTEN).cumsum(-1)
+        torch.exp(b["from_start"].copy_(sums), out=b["from_start"])
+        torch.sub(sums[..., None], sums[..., None, :], out=b["sums"])
+        gamma = b["gamma"].copy_(b["sums"]).exp_().tril_()
+        torch.mul(b["products"][:, :, None, :C], gamma, out=b["lower"])
+        torch.mul(b["products"][:, :, None, C:], gamma, out=b["inner"])
+
+    def _channel_products(self, chunk: Chunk) -> None:
+        """The same with a decay per channel: exp(g) scales rows of S, so keys carry Gamma."""
+        U, R, C, K = chunk.decay.shape
+        torch.cumsum(chunk.decay, -2, out=chunk.from_start)
+        chunk.from_start.exp_()
+        torch.mul(
+            chunk.keys.view(U, 1, 2, C, K),
+            chunk.from_start[:, :, None],
+            out=chunk.scaled.view(U, R, 2, C, K),
+        )
+        self._channel_pairs(chunk)
+
+    def _channel_pairs(self, chunk: Chunk) -> None:
         """sum_c x_ic k_jc exp(G_ic - G_jc) for x = k (into `lower`) and x = q (into `inner`).
 
         Within a sub-block of 16 rows elementwise; across sub-blocks through the border b between:
         exp(G_i - G_b) exp(G_b - G_j), both exponents <= 0.
         """
         b = self.buffers
-        U, R, C, _ = b["rest"].shape
-        K, L, B = b["keys"].shape[-1], U * R, BLOCK
+        U, R, C, K = chunk.decay.shape
+        L, B = U * R, BLOCK
         # [L, 2, C, K]: k and q of every lane
-        both = b["keys"].view(U, 1, 2, C, K).expand(U, R, 2, C, K).reshape(L, 2, C, K)
-        decay = b["decay"].view(L, C, K)
-        targets = (b["lower"].view(L, C, C), b["inner"].view(L, C, C))
+        both = chunk.keys.view(U, 1, 2, C, K).expand(U, R, 2, C, K).reshape(L, 2, C, K)
+        decay = chunk.decay.view(L, C, K)
+        targets = (chunk.lower, chunk.inner)
         for target in targets:
             target.zero_()
-        below = self.below[:B, :B, None]
-        above = self.below[:B, :B].mT[..., None]
+        below = self.below[..., None]
+        above = self.below.mT[..., None]
         for begin in range(0, C, B):
             rows = slice(begin, begin + B)
             torch.where(below, decay[:, rows, None], self.zero, out=b["pairs"])
@@ -222,21 +280,17 @@ class Chunk:
             for x, target in enumerate(targets):
                 target[:, rows, :begin] = cross[:, x, :, :begin]
 
-    def _new_state(self, to_end: torch.Tensor, whole: torch.Tensor) -> None:
+    def _new_state(self, chunk: Chunk) -> None:
         b = self.buffers
-        U, R, C, V = b["rest"].shape
-        K, L = b["keys"].shape[-1], U * R
         if self.per_channel:
-            keys = (b["keys"][:, None, :C] * to_end).view(L, C, K)
-            state = b["state"].view(U, K, R, V).transpose(1, 2)
-            new = torch.bmm(keys.mT, b["rest"].view(L, C, V)).view(U, R, K, V)
-            state.mul_(whole[..., None]).add_(new)
+            U, R, C, K = chunk.decay.shape
+            keys = (chunk.keys[:, None, :C] * _sums_after(chunk.decay).exp_()).view(U * R, C, K)
+            new = torch.bmm(keys.mT, b["v_new"]).view(U, R, K, -1)
+            self.state_lanes.transpose(1, 2).mul_(chunk.whole).add_(new)
             return
-        torch.mul(b["rest"].transpose(1, 2), to_end.transpose(1, 2)[..., None], out=b["update"])
-        state = b["state"].view(U, K, R, V)
-        state.mul_(whole.view(U, 1, R, 1))
-        # [K, C] @ [C, R V]
-        b["state"].baddbmm_(b["keys"][:, :C].mT, b["update"].view(U, C, R * V))
+        torch.mul(self.v_new_rows, chunk.to_end, out=b["update"])
+        self.state_lanes.mul_(chunk.whole)
+        b["state"].baddbmm_(chunk.k_columns, self.update)  # [K, C] @ [C, R V]
 
 
 def _sums_after(decay: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.ops.gated_delta_rule.chunk_products import Chunk, chunk_shapes
+from headstart.ops.gated_delta_rule.chunk_products import Span, span_shapes
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.steps import SequenceStep
@@ -22,6 +22,8 @@ LANES = 8
 """Value heads of a group: their tiles and states stay in a core's second-level cache."""
 CHANNEL_LANES = 2
 """The same with a decay per channel, whose pairs of rows take far more room."""
+SPAN = 8
+"""Chunks that are gathered and prepared together (bounds the scratch, changes no bits)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def scan_bytes(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
     """Bytes that `scan` takes from the workspace."""
     if not steps:
         return 0
-    shapes = chunk_shapes(*_extents(call, steps), call.per_channel)
+    shapes = span_shapes(*_extents(call, steps), call.per_channel)
     return sum(_count(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
@@ -78,19 +80,21 @@ def scan(
     """Compute `steps`: outputs, states, tails and snapshots."""
     if not steps:
         return
+    span = Span(workspace, *_extents(call, steps), call.per_channel)
     for runs in groups(call, steps):
-        chunk = Chunk.allocate(workspace, *_extents(call, steps), call.per_channel)
-        GroupScan(call, stores, chunk, runs).run()
+        GroupScan(call, stores, span, runs).run()
 
 
-def _extents(call: GatedDeltaCall, steps: list[SequenceStep]) -> tuple[int, int, int, int]:
-    """U, R, K and V of the tiles.
+def _extents(call: GatedDeltaCall, steps: list[SequenceStep]) -> tuple[int, int, int, int, int]:
+    """M, U, R, K and V of the tiles.
 
     Head sizes are padded with zeros to a multiple of 16: rows of other sizes start at addresses
     for which a library product may sum in another order.
     """
     H, HV, K, V = call.sizes
-    return _units(call, steps), HV // H, -(-K // 16) * 16, -(-V // 16) * 16
+    longest = max(1, *(len(step.chunks) for step in steps))
+    M = 1 if call.per_channel else min(SPAN, longest)
+    return M, _units(call, steps), HV // H, -(-K // 16) * 16, -(-V // 16) * 16
 
 
 def _units(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
@@ -109,11 +113,11 @@ def _count(shape: tuple[int, ...]) -> int:
 class GroupScan:
     """The chunks of one group, first to last."""
 
-    def __init__(self, call: GatedDeltaCall, stores: Stores, chunk: Chunk, runs: list[Run]) -> None:
-        self.call, self.stores, self.chunk, self.runs = call, stores, chunk, runs
+    def __init__(self, call: GatedDeltaCall, stores: Stores, span: Span, runs: list[Run]) -> None:
+        self.call, self.stores, self.span, self.runs = call, stores, span, runs
         H, HV, self.K, self.V = call.sizes
         self.ratio = HV // H
-        self.buffers = chunk.buffers
+        self.buffers = span.buffers
         self.q, self.k = call.q, call.k
         self.v = call.v.unflatten(1, (H, self.ratio))
         self.g = None if call.g is None else call.g.unflatten(1, (H, self.ratio))
@@ -123,24 +127,30 @@ class GroupScan:
 
     def run(self) -> None:
         """Load the states, compute every chunk, store the states."""
+        self.span.clear()
         for run in self.runs:
             self._open(run)
-        for count in range(max(len(run.step.chunks) for run in self.runs)):
-            active = [run for run in self.runs if count < len(run.step.chunks)]
-            for run in self.runs:
-                if count == len(run.step.chunks):
-                    self._clear(run)
-            self._fill(active, count)
-            want_out = any(self._new_rows(run, count) for run in active)
-            want_state = any(
-                count + 1 < len(run.step.chunks) or run.step.fold >= self._ends(run, count)
-                for run in active
-            )
-            self.chunk.products(want_out, want_state)
-            for run in active:
-                self._store(run, count)
+        longest, M = max(len(run.step.chunks) for run in self.runs), len(self.span.chunks)
+        for begin in range(0, longest, M):
+            counts = range(begin, min(begin + M, longest))
+            self._fill(counts)
+            self.span.prepare(len(counts))
+            for count in counts:
+                self._advance(count, count - begin)
         for run in self.runs:
             self.stores.finish(run.step, run.value_heads(self.ratio))
+
+    def _advance(self, count: int, m: int) -> None:
+        """Chunk `count` of every sequence that has one, from place m of the span."""
+        active = [run for run in self.runs if count < len(run.step.chunks)]
+        want_out = any(self._new_rows(run, count) for run in active)
+        want_state = any(
+            count + 1 < len(run.step.chunks) or run.step.fold >= self._ends(run, count)
+            for run in active
+        )
+        self.span.advance(m, want_out, want_state)
+        for run in active:
+            self._store(run, count)
 
     def _ends(self, run: Run, count: int) -> int:
         """Position that the sequence has reached after its chunk `count`."""
@@ -174,103 +184,131 @@ class GroupScan:
                 self.stores.keep(position, index, run.value_heads(self.ratio), value)
 
     def _new_rows(self, run: Run, count: int) -> range:
-        """Positions of the chunk that are new tokens."""
-        begin = run.step.chunks[count] * CHUNK
+        """Positions of the chunk that are new tokens; none past the last chunk."""
+        begin = (run.step.chunks.start + count) * CHUNK
         return range(max(begin, run.step.start), min(begin + CHUNK, run.step.end))
 
-    def _clear(self, run: Run) -> None:
-        for name in ("keys", "values", "decay", "beta"):
-            self.buffers[name][run.units].zero_()
-
-    def _fill(self, active: list[Run], count: int) -> None:
-        """Gather the chunk: new tokens, normalised and gated, then the tail's as they are."""
-        call, b = self.call, self.buffers
+    def _fill(self, counts: range) -> None:
+        """Gather chunks: new tokens, normalised and gated, then the tail's as they are."""
+        call, n = self.call, len(counts)
+        keys, decay, beta = (self.buffers[name][:n] for name in ("keys", "decay", "beta"))
         partial = []
-        for run in active:
-            new = self._new_rows(run, count)
-            if len(new) < CHUNK:
-                self._clear(run)
-                partial.append((run, new))
-            if new:
-                self._gather(run, new)
+        for run in self.runs:
+            whole = self._whole(run, counts)
+            if whole:
+                new = range(
+                    self._new_rows(run, whole[0]).start, self._new_rows(run, whole[-1]).stop
+                )
+                self._gather(run, slice(whole[0] - counts[0], whole[-1] + 1 - counts[0]), new)
+            for m, count in enumerate(counts):
+                if count in whole:
+                    continue
+                self._clear(run, m)
+                if new := self._new_rows(run, count):
+                    self._gather(run, slice(m, m + 1), new)
+                partial.append((run, m, new))
         if call.qk_l2norm:
-            self.chunk.normalise()
+            self.span.normalise(n)
             if call.q.dtype != torch.float32:
-                keys = b["keys"][:, :CHUNK]
-                keys.copy_(keys.to(call.q.dtype))
-        b["keys"][:, CHUNK:].mul_(call.scale)
+                k = keys[:, :, :CHUNK]
+                k.copy_(k.to(call.q.dtype))
+        keys[:, :, CHUNK:].mul_(call.scale)
         if call.g is not None and call.gate.kind != "log":
-            b["decay"].copy_(call.gate.decay(b["decay"], self.a_log, self.dt_bias))
+            decay.copy_(call.gate.decay(decay, self.a_log, self.dt_bias))
             if call.per_channel:
-                b["decay"][..., self.K :].zero_()
+                decay[..., self.K :].zero_()
         if call.beta is not None and call.gate.beta != "value":
-            b["beta"].copy_(call.gate.strength(b["beta"]))
-        for run, new in partial:
-            self._mask(run, new)
-        idle = active[-1].units.stop  # runs are sorted by their chunks
-        b["decay"][idle:].zero_()
-        b["beta"][idle:].zero_()
-        for run in active:
-            self._tail(run, count)
+            beta.copy_(call.gate.strength(beta))
+        for run, m, new in partial:
+            self._mask(run, m, new)
+        idle = self.runs[-1].units.stop
+        decay[:, idle:].zero_()
+        beta[:, idle:].zero_()
+        if self.stores.tail_cache is not None:
+            for run in self.runs:
+                for m, count in enumerate(
+                    range(counts.start, min(counts.stop, len(run.step.chunks)))
+                ):
+                    self._tail(run, m, count)
 
-    def _gather(self, run: Run, new: range) -> None:
+    def _whole(self, run: Run, counts: range) -> range:
+        """Those of the chunks that are all new tokens."""
+        step, first = run.step, run.step.chunks.start
+        begin, stop = -(-step.start // CHUNK) - first, step.end // CHUNK - first
+        return range(max(begin, counts.start), min(stop, counts.stop))
+
+    def _clear(self, run: Run, m: int) -> None:
+        for name in ("keys", "values", "decay", "beta"):
+            self.buffers[name][m, run.units].zero_()
+
+    def _gather(self, run: Run, places: slice, new: range) -> None:
+        """The new tokens at positions `new` into the chunks `places` of the span."""
         b, step = self.buffers, run.step
         rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
-        at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
-        keys = b["keys"][run.units, :, : self.K].unflatten(1, (2, CHUNK))
-        keys[:, 0, at].copy_(self.k[rows, run.heads].transpose(0, 1))
-        keys[:, 1, at].copy_(self.q[rows, run.heads].transpose(0, 1))
-        values = b["values"][run.units, at, :, : self.V]
-        values.copy_(self.v[rows, run.heads].transpose(0, 1))
+        count = places.stop - places.start
+        at = slice(new.start % CHUNK, new.start % CHUNK + len(new) // count)
+
+        def taken(x: torch.Tensor) -> torch.Tensor:
+            return x[rows, run.heads].unflatten(0, (count, -1))
+
+        keys = b["keys"][places, run.units, :, : self.K].unflatten(2, (2, CHUNK))
+        keys[:, :, 0, at].copy_(taken(self.k).transpose(1, 2))
+        keys[:, :, 1, at].copy_(taken(self.q).transpose(1, 2))
+        values = b["values"][places, run.units, :, at, : self.V]
+        values.copy_(taken(self.v).movedim(1, 3))
+        decay, beta = self._decay(run, places, at), b["beta"][places, run.units, :, at]
         if self.g is not None:
-            self._decay(run, at).copy_(self.g[rows, run.heads].movedim(0, 2))
+            decay.copy_(taken(self.g).movedim(1, 3))
         else:
-            b["decay"][run.units, :, at] = 0.0
+            decay.zero_()
         if self.beta is not None:
-            b["beta"][run.units, :, at].copy_(self.beta[rows, run.heads].movedim(0, 2))
+            beta.copy_(taken(self.beta).movedim(1, 3))
         else:
-            b["beta"][run.units, :, at] = 1.0
+            beta.fill_(1.0)
 
-    def _decay(self, run: Run, at: slice) -> torch.Tensor:
-        """Decays of the rows `at`, [heads, R, rows] or [heads, R, rows, K]."""
-        decay = self.buffers["decay"][run.units, :, at]
-        return decay[..., : self.K] if self.call.per_channel else decay
+    def _decay(self, run: Run, places: slice | int, at: slice) -> torch.Tensor:
+        """Decays of the rows `at`, [..., heads, R, rows] or [..., heads, R, rows, K]."""
+        decay = self.buffers["decay"][places, run.units]
+        if self.call.per_channel:
+            return decay[..., at, : self.K]
+        return decay[..., at]
 
-    def _mask(self, run: Run, new: range) -> None:
+    def _mask(self, run: Run, m: int, new: range) -> None:
         """Gates of rows that are no new tokens: no decay, no update."""
         first = new.start % CHUNK if new else 0
         for name in ("decay", "beta"):
-            tile = self.buffers[name][run.units]
+            tile = self.buffers[name][m, run.units]
             tile[:, :, :first].zero_()
             tile[:, :, first + len(new) :].zero_()
 
-    def _tail(self, run: Run, count: int) -> None:
+    def _tail(self, run: Run, m: int, count: int) -> None:
         """Read the tail's rows of the chunk, and write the rows that stay in the tail."""
         cache, step = self.stores.tail_cache, run.step
         if cache is None or step.write < 0:
             return
         begin = step.chunks[count] * CHUNK
         if step.tail:
-            self._exchange(run, range(begin, min(begin + CHUNK, step.start)), read=True)
+            self._exchange(run, m, range(begin, min(begin + CHUNK, step.start)), read=True)
         new = self._new_rows(run, count)
-        self._exchange(run, range(max(new.start, step.fold), new.stop), read=False)
+        self._exchange(run, m, range(max(new.start, step.fold), new.stop), read=False)
 
-    def _exchange(self, run: Run, positions: range, read: bool) -> None:
+    def _exchange(self, run: Run, m: int, positions: range, read: bool) -> None:
         if not positions:
             return
         cache = self.stores.tail_cache
         assert cache is not None
-        b, t, slot = self.buffers, cache.tensors, run.step.write
+        t, slot = cache.tensors, run.step.write
         heads = run.value_heads(self.ratio)
         ring = torch.arange(positions.start, positions.stop, device=cache.device) % cache.tail_rows
         at = slice(positions.start % CHUNK, positions.start % CHUNK + len(positions))
-        keys = b["keys"][run.units, at, : self.K]
-        values = b["values"][run.units, at, :, : self.V].transpose(1, 2)
+        keys = self.buffers["keys"][m, run.units, at, : self.K]
+        values = self.buffers["values"][m, run.units, :, at, : self.V]
+        decay, beta = self._decay(run, m, at), self.buffers["beta"][m, run.units, :, at]
         pairs = (
             (keys, t["tail_k"][slot, run.heads]),
             (values.flatten(0, 1), t["tail_v"][slot, heads]),
-            (self._decay(run, at).flatten(0, 1), t["tail_decay"][slot, heads]),
-            (b["beta"][run.units, :, at].flatten(0, 1), t["tail_beta"][slot, heads]),
+            (decay.flatten(0, 1), t["tail_decay"][slot, heads]),
+            (beta.flatten(0, 1), t["tail_beta"][slot, heads]),
         )
         if not read:
             for tile, tail in pairs:
@@ -278,8 +316,8 @@ class GroupScan:
             return
         keys.copy_(pairs[0][1][:, ring])
         values.copy_(pairs[1][1][:, ring].unflatten(0, (-1, self.ratio)))
-        self._decay(run, at).copy_(pairs[2][1][:, ring].unflatten(0, (-1, self.ratio)))
-        b["beta"][run.units, :, at] = pairs[3][1][:, ring].unflatten(0, (-1, self.ratio))
+        decay.copy_(pairs[2][1][:, ring].unflatten(0, (-1, self.ratio)))
+        beta.copy_(pairs[3][1][:, ring].unflatten(0, (-1, self.ratio)))
 
     def _store(self, run: Run, count: int) -> None:
         new, step = self._new_rows(run, count), run.step
@@ -299,13 +337,13 @@ class GroupScan:
         gate = self.call.gate
         if gate.kind != "raw":
             return None, None
-        units, R = self.buffers["beta"].shape[:2]
+        units, R = self.buffers["beta"].shape[1:3]
         found = []
         for parameter in (gate.a_log, gate.dt_bias):
             if parameter is None:
                 found.append(None)
                 continue
-            wide = self.buffers["decay"].shape[3:] if parameter.dim() == 2 else ()
+            wide = self.buffers["decay"].shape[4:] if parameter.dim() == 2 else ()
             tile = torch.zeros(units, R, *wide, device=parameter.device)
             for run in self.runs:
                 own = parameter[run.value_heads(self.ratio)].float().unflatten(0, (-1, R))
