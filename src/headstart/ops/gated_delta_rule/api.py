@@ -272,6 +272,7 @@ _CHUNKED = dispatch.register(
         name="gated_delta_rule",
         bind=spec.bind,
         places={
+            "triton": f"{_HERE}.triton.call:IMPLEMENTATION",
             "torch": f"{_HERE}.decomposed:IMPLEMENTATION",
             "reference": f"{_HERE}.reference:IMPLEMENTATION",
         },

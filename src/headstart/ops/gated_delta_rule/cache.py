@@ -96,6 +96,7 @@ class DeltaCache:
                     name: torch.zeros(shape, dtype=kind, device=self.device)
                     for name, (_, shape, kind) in layout.items()
                 }
+            self.device = self.tensors["state"].device  # "cuda" has become "cuda:0"
             return
         if sorted(tensors) != sorted(layout):
             raise ValueError(f"tensors: expected {sorted(layout)}, got {sorted(tensors)}")

@@ -1,0 +1,1 @@
+"""The gated delta rule in Triton, one source for NVIDIA and AMD."""

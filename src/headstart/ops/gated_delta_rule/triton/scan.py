@@ -1,0 +1,311 @@
+"""Serial over the chunks of a sequence: outputs and states, for one value head and a block of V.
+
+    v_new = U - W S      o = scale Gamma_i0 q S + P v_new      S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
+
+[Gated Delta Networks, arXiv 2412.06464.] S is kept in float32 registers, transposed [BV, K], so it
+and v_new are first operands straight from registers; columns of V never mix. U, W, P and the decays
+come from `prepare`. A span is a run of items whose tiles are in scratch; between spans S goes
+through `carry` in float32. A cache's tail, position and end are written here, where no program
+reads them: `prepare` has left a copy of the position in `base`.
+"""
+
+import triton
+import triton.language as tl
+
+VARYING = ("first_item", "last_item", "parity", "sequence")
+
+
+@triton.jit
+def store_state(state, tensor, k, v, K: tl.constexpr, V: tl.constexpr, sk, sv):
+    """Store S [BV, K] at `tensor`, rounded to its dtype."""
+    tl.store(
+        tensor + k[None, :] * sk + v[:, None] * sv,
+        state.to(tensor.dtype.element_ty),
+        mask=(v[:, None] < V) & (k[None, :] < K),
+    )
+
+
+@triton.jit
+def scan_kernel(
+    q,
+    k,
+    v,
+    o,
+    W,
+    U,
+    P,
+    k_tiles,
+    from_start,
+    to_end,
+    log_decays,
+    strengths,
+    base,
+    carry,
+    sequences,
+    items,
+    old_state,
+    read_slots,
+    present,
+    new_state,
+    write_slots,
+    snapshots,
+    snapshot_slots,
+    snapshot_position,
+    snapshot_end,
+    position,
+    tail_end,
+    tail_k,
+    tail_v,
+    tail_decay,
+    tail_beta,
+    first_item,
+    last_item,
+    parity,
+    scale,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    o_token,
+    o_head,
+    old_n,
+    old_h,
+    old_k,
+    old_v,
+    new_n,
+    new_h,
+    new_k,
+    new_v,
+    snap_n,
+    snap_h,
+    snap_k,
+    snap_v,
+    snap_position,
+    position_slot,
+    tail_k_slot,
+    tail_k_head,
+    tail_v_slot,
+    tail_v_head,
+    tail_decay_slot,
+    tail_decay_head,
+    tail_beta_slot,
+    tail_beta_head,
+    tail_rows,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_READ: tl.constexpr,
+    HAS_PRESENT: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    HAS_WRITE: tl.constexpr,
+    HAS_SNAPSHOTS: tl.constexpr,
+    HAS_SNAPSHOT_SLOTS: tl.constexpr,
+    SNAPSHOTS_CACHED: tl.constexpr,
+    CACHED: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per (block of V, value head, sequence)."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    n = tl.program_id(2)
+    key_head = head // (HV // H)
+    row = tl.load(sequences + n * 8)
+    start = tl.load(sequences + n * 8 + 1)
+    length = tl.load(sequences + n * 8 + 2)
+    first_chunk = tl.load(sequences + n * 8 + 3)
+    begin = tl.load(sequences + n * 8 + 4)
+    count = tl.load(sequences + n * 8 + 5)
+    fold = tl.load(sequences + n * 8 + 6)
+    opening = tl.load(sequences + n * 8 + 7)
+    end = start + length
+    first = tl.maximum(begin, first_item)
+    last = tl.minimum(begin + count, last_item)
+    if (first > last) | ((first == last) & (count > 0)):
+        return
+    dtype = o.dtype.element_ty
+    rows = tl.arange(0, 64)
+    ck = tl.arange(0, BK)
+    cv = block * BV + tl.arange(0, BV)
+    in_k = ck[None, :] < K
+    in_v = cv < V
+    in_state = in_v[:, None] & in_k
+
+    # The state that the first chunk of this span meets, and where that state stands.
+    S = tl.zeros((BV, BK), tl.float32)
+    stands = start
+    if first == begin:
+        slot = n.to(tl.int64)
+        if HAS_READ:
+            slot = tl.load(read_slots + n).to(tl.int64)
+        there = slot >= 0
+        if HAS_PRESENT:
+            there = there & (tl.load(present + n) != 0)
+        if CACHED:
+            stands = start // 64 * 64
+            if count > 0:
+                stands = tl.load(base + n * HV + head)
+            there = there & (start > 0) & (stands > 0)
+            first += (stands - first_chunk * 64) // 64 if count > 0 else 0
+        if HAS_STATE:
+            slot = tl.maximum(slot, 0)
+            if there:
+                S = tl.load(
+                    old_state
+                    + slot * old_n
+                    + head * old_h
+                    + ck[None, :] * old_k
+                    + cv[:, None] * old_v,
+                    mask=in_state,
+                    other=0.0,
+                ).to(tl.float32)
+        if HAS_SNAPSHOTS:
+            if (opening >= 0) & (stands == start // 64 * 64):
+                target = opening.to(tl.int64)
+                if HAS_SNAPSHOT_SLOTS:
+                    target = tl.load(snapshot_slots + opening).to(tl.int64)
+                if target >= 0:
+                    store_state(
+                        S, snapshots + target * snap_n + head * snap_h, ck, cv, K, V, snap_k, snap_v
+                    )
+                    if SNAPSHOTS_CACHED:
+                        if block == 0:
+                            tl.store(snapshot_position + target * snap_position + head, stands)
+                            tl.store(snapshot_end + target * snap_position + head, stands)
+    else:
+        S = tl.load(
+            carry + ((1 - parity) * HV + head) * (K * V) + ck[None, :] * V + cv[:, None],
+            mask=in_state,
+            other=0.0,
+        ).to(tl.float32)
+
+    write = n.to(tl.int64)
+    if HAS_WRITE:
+        write = tl.load(write_slots + n).to(tl.int64)
+
+    for item in tl.range(first, last, num_stages=STAGES):
+        low = (first_chunk + item - begin) * 64
+        local = item - first_item
+        tile = local * HV + head
+        key_tile = local * H + key_head
+        at = low + rows
+        new = (at >= start) & (at < end)
+        w = W.load([tile * 64, 0])
+        u = U.load([tile * 64, block * BV])
+        p = P.load([tile * 64, 0])
+        if TILES:
+            kk = k.load([key_tile * 64, 0])
+            qq = q.load([key_tile * 64, 0])
+        else:
+            # Rows of other sequences would meet zeros of W and U, but 0 * NaN is NaN: masked.
+            kk = tl.load(
+                k + (row + at - start).to(tl.int64)[:, None] * k_token + key_head * k_head + ck[None, :],
+                mask=new[:, None] & in_k,
+                other=0.0,
+            )
+            qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
+        inside = tl.load(from_start + tile * 64 + rows) * scale
+        outside = tl.load(to_end + tile * 64 + rows)
+        whole = tl.load(from_start + tile * 64 + 63)
+        s = S.to(dtype)
+        x = tl.dot(s, tl.trans(w), input_precision=PRECISION)
+        y = tl.dot(s, tl.trans(qq), input_precision=PRECISION)
+        v_new = tl.trans(u).to(tl.float32) - x
+        S = tl.dot((v_new * outside[None, :]).to(dtype), kk, S * whole, input_precision=PRECISION)
+        out = tl.dot(
+            v_new.to(dtype), tl.trans(p), y * inside[None, :], input_precision=PRECISION
+        )
+        tl.store(
+            o
+            + (row + at - start).to(tl.int64)[:, None] * o_token
+            + head * o_head
+            + cv[None, :],
+            tl.trans(out).to(dtype),
+            mask=new[:, None] & in_v[None, :],
+        )
+        if HAS_SNAPSHOTS:
+            after = tl.load(items + item * 4 + 2)
+            if after >= 0:
+                target = after.to(tl.int64)
+                if HAS_SNAPSHOT_SLOTS:
+                    target = tl.load(snapshot_slots + after).to(tl.int64)
+                if target >= 0:
+                    store_state(
+                        S, snapshots + target * snap_n + head * snap_h, ck, cv, K, V, snap_k, snap_v
+                    )
+                    if SNAPSHOTS_CACHED:
+                        if block == 0:
+                            tl.store(snapshot_position + target * snap_position + head, low + 64)
+                            tl.store(snapshot_end + target * snap_position + head, low + 64)
+        if CACHED:
+            if low + 64 == fold:
+                if write >= 0:
+                    store_state(
+                        S, new_state + write * new_n + head * new_h, ck, cv, K, V, new_k, new_v
+                    )
+    if last < begin + count:
+        store_state(S, carry + (parity * HV + head) * (K * V), ck, cv, K, V, V, 1)
+    elif HAS_NEW:
+        if write >= 0:
+            store_state(S, new_state + write * new_n + head * new_h, ck, cv, K, V, new_k, new_v)
+
+    if CACHED:
+        if write >= 0:
+            # Rows past the state are the tail; it lies in the last two chunks.
+            for back in tl.static_range(2):
+                item = last - 2 + back
+                low = (first_chunk + item - begin) * 64
+                if (item >= first) & (low >= fold):
+                    at = low + rows
+                    new = (at >= start) & (at < end)
+                    local = item - first_item
+                    tile = (local * HV + head).to(tl.int64)
+                    key_tile = (local * H + key_head).to(tl.int64)
+                    ring = (at % tail_rows).to(tl.int64)
+                    source = (row + at - start).to(tl.int64)
+                    values = tl.load(
+                        v + source[:, None] * v_token + head * v_head + cv[None, :],
+                        mask=new[:, None] & in_v[None, :],
+                    )
+                    tl.store(
+                        tail_v
+                        + write * tail_v_slot
+                        + head * tail_v_head
+                        + ring[:, None] * V
+                        + cv[None, :],
+                        values,
+                        mask=new[:, None] & in_v[None, :],
+                    )
+                    if block == 0:
+                        keys = tl.load(
+                            k_tiles + key_tile * (64 * BK) + rows[:, None] * BK + ck[None, :],
+                            mask=in_k,
+                        )
+                        if head % (HV // H) == 0:
+                            tl.store(
+                                tail_k
+                                + write * tail_k_slot
+                                + key_head * tail_k_head
+                                + ring[:, None] * K
+                                + ck[None, :],
+                                keys,
+                                mask=new[:, None] & in_k,
+                            )
+                        tl.store(
+                            tail_decay + write * tail_decay_slot + head * tail_decay_head + ring,
+                            tl.load(log_decays + tile * 64 + rows),
+                            mask=new,
+                        )
+                        tl.store(
+                            tail_beta + write * tail_beta_slot + head * tail_beta_head + ring,
+                            tl.load(strengths + tile * 64 + rows),
+                            mask=new,
+                        )
+            if (block == 0) & (last == begin + count):
+                tl.store(position + write * position_slot + head, fold)
+                tl.store(tail_end + write * position_slot + head, end)

@@ -1,0 +1,105 @@
+"""The configurations of these kernels, for inspection without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from headstart.ops.gated_delta_rule.triton.call import configuration
+from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
+from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
+from headstart.runtime.static import StaticKernel, Target
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SIZES = ((128, 128, torch.bfloat16), (128, 128, torch.float16), (128, 128, torch.float32),
+         (64, 64, torch.bfloat16), (256, 256, torch.bfloat16))
+FLOATS = {
+    "g", "beta", "a_log", "dt_bias", "tail_decay", "tail_beta", "from_start", "to_end",
+    "log_decays", "strengths", "carry", "old_state", "new_state", "snapshots", "scale",
+    "lower_bound",
+}  # fmt: skip
+INTEGERS = {
+    "sequences", "items", "slots", "position", "base", "read_slots", "write_slots",
+    "snapshot_slots", "snapshot_position", "snapshot_end", "tail_end",
+}  # fmt: skip
+ROWS = {
+    "q", "k", "v", "o", "W", "U", "P", "q_tiles", "k_tiles", "tail_k", "tail_v",
+}  # fmt: skip
+ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v"}
+
+
+def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
+    signature, attrs = {}, {}
+    for name in fn.arg_names:
+        if name.isupper() and name not in ROWS:
+            continue
+        tiles = constexprs["TILES"]
+        if fn is scan_kernel and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
+            columns = {"U": constexprs["BV"], "P": 64}.get(name, constexprs["BK"])
+            block = f"64,1,{columns}" if name == "q" and not tiles else f"64,{columns}"
+            signature[name] = f"tensordesc<{kind}[{block}]>"
+        elif name in ROWS:
+            signature[name] = f"*{kind}"
+        elif name in ("scale", "lower_bound"):
+            signature[name] = "fp32"
+        elif name in FLOATS:
+            signature[name] = "*fp32"
+        elif name in INTEGERS:
+            signature[name] = "*i32"
+        elif name == "present":
+            signature[name] = "*i1"
+        else:
+            signature[name] = "i32"
+            if name not in ODD and not name.endswith(("position", "position_slot")):
+                attrs[name] = 16
+        if signature[name].startswith("*"):
+            attrs[name] = 16
+    return signature, attrs
+
+
+def kernels(target: Target) -> list[StaticKernel]:
+    """Every kernel in every configuration, plain and with a cache."""
+    found = []
+    for K, V, dtype in SIZES:
+        config = configuration(K, V, dtype)
+        precision = "tf32"
+        if dtype == torch.float32:
+            precision = "tf32x3" if target.backend == "cuda" else "ieee"
+        BK = triton.next_power_of_2(K)
+        for cached in (False, True):
+            sizes: Mapping[str, Any] = {
+                "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
+                "PRECISION": precision,
+            }  # fmt: skip
+            for fn, own, warps, stages in (
+                (prepare_kernel, {
+                    "BV": triton.next_power_of_2(V), "GATE": "raw" if cached else "log",
+                    "BETA": "logit" if cached else "value", "HAS_G": True, "HAS_BETA": True,
+                    "HAS_BIAS": cached, "NORMALISE": cached,
+                }, config.prepare_warps, 2),
+                (scan_kernel, {
+                    "BV": config.BV, "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
+                    "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
+                    "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
+                    "STAGES": config.stages,
+                }, config.scan_warps, 2),
+            ):  # fmt: skip
+                signature, attrs = _signature(fn, NAMES[dtype], {**sizes, **own})
+                found.append(
+                    StaticKernel(
+                        name=f"{fn.__name__.removesuffix('_kernel')}-K{K}-V{V}-{NAMES[dtype]}"
+                        f"{'-cache' if cached else ''}",
+                        fn=fn,
+                        signature=signature,
+                        constexprs={**sizes, **own},
+                        num_warps=warps,
+                        num_stages=stages,
+                        has_product=True,
+                        attrs=attrs,
+                        options={"enable_fp_fusion": False},
+                    )
+                )
+    return found
