@@ -14,9 +14,14 @@ def fresh_memory_is_poison():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Where kernels are tested, keep the tests that run once for each implementation."""
+    """Where kernels are tested, keep what runs once for each implementation or is about kernels."""
     if KERNELS:
-        kept = [item for item in items if "implementation" in getattr(item, "fixturenames", ())]
+        kept = [
+            item
+            for item in items
+            if "implementation" in getattr(item, "fixturenames", ())
+            or item.get_closest_marker("kernels")
+        ]
         dropped = [item for item in items if item not in set(kept)]
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

@@ -1,5 +1,7 @@
 """The history of a cache: rings by position, rollback, snapshots, restores, dirty slots."""
 
+import functools
+
 import pytest
 import torch
 from tests.ops.convolution.oracle import cache_of, draw
@@ -21,7 +23,7 @@ def step(convolve, cache, slots, x, lengths, starts, drafts=False, **kwargs):
 X, *WEIGHT = draw(400)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole(convolve):
     return convolve(X, *WEIGHT).y
 
@@ -189,18 +191,15 @@ def test_copy_export_and_load(convolve, whole):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes(implementation, dtype):
-    if dtype == torch.float64:
-        implementation = "reference"  # nobody else takes it
+def test_other_dtypes(convolve, dtype):
+    if dtype == torch.float64:  # nobody else takes it
+        convolve = functools.partial(headstart.causal_conv1d, implementation="reference")
     x, weight, bias = draw(100, dtype=dtype)
     cache = cache_of(dtype=dtype)
-    whole = headstart.causal_conv1d(x, weight, bias, implementation=implementation).y
+    whole = convolve(x, weight, bias).y
     for begin, end in ((0, 61), (61, 62), (62, 100)):
         schedule = Schedule([end - begin], start_positions=begin, device="cpu")
-        y = headstart.causal_conv1d(
-            x[begin:end], weight, bias, schedule=schedule, state=cache.at([0]),
-            implementation=implementation,
-        ).y  # fmt: skip
+        y = convolve(x[begin:end], weight, bias, schedule=schedule, state=cache.at([0])).y
         assert torch.equal(y, whole[begin:end])
 
 

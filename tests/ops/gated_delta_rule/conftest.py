@@ -1,15 +1,12 @@
-"""Every test that takes `rule` runs once for each implementation; one more line adds another."""
-
-import functools
+"""Every test that takes `rule` runs once for each implementation; one more name adds another."""
 
 import pytest
 import torch
+from tests.implementations import by_name, here
 
 import headstart
 
-# name -> whether the implementation may decline a call (then that test is skipped, with its
-# sentence); the two CPU implementations must run everything.
-IMPLEMENTATIONS = {"reference": False, "torch": False}
+IMPLEMENTATIONS = here("reference", "torch")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, scope="module")
@@ -20,17 +17,7 @@ def implementation(request) -> str:
 @pytest.fixture(scope="module")
 def rule(implementation):
     """`headstart.gated_delta_rule` computed by one named implementation."""
-
-    @functools.wraps(headstart.gated_delta_rule)
-    def run(*args, **kwargs):
-        try:
-            return headstart.gated_delta_rule(*args, implementation=implementation, **kwargs)
-        except headstart.Declined as reason:
-            if IMPLEMENTATIONS[implementation]:
-                pytest.skip(str(reason))
-            raise
-
-    return run
+    return by_name(headstart.gated_delta_rule, implementation)
 
 
 @pytest.fixture

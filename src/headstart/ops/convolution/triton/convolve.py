@@ -29,6 +29,7 @@ NOWHERE, PLAIN, RING = 0, 1, 2
 """Where histories lie: not kept; [S, width - 1, channels]; a ring of a cache, by position."""
 _NOWHERE, _PLAIN, _RING = tl.constexpr(NOWHERE), tl.constexpr(PLAIN), tl.constexpr(RING)
 _PROBES = tl.constexpr(32)
+LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,15 @@ class Config:
 
 
 def rows_of_a_program(tokens: int, channel_blocks: int, processors: int, unroll: int) -> int:
-    """Rows that a program walks down: as many as leave every processor several programs.
+    """Rows that a program walks down: as many as leave every processor four programs.
+
+    At least 8, the widest history, so that only the first tile of a sequence sees its history.
 
     >>> rows_of_a_program(18778, 8, 132, 8), rows_of_a_program(512, 8, 132, 8)
     (64, 8)
     """
-    rows = unroll
-    while rows < 64 and tokens * channel_blocks >= 16 * rows * processors:
+    rows = max(unroll, LEAST_ROWS)
+    while rows < 64 and tokens * channel_blocks >= 4 * rows * processors:
         rows *= 2
     return rows
 
