@@ -1,0 +1,257 @@
+"""`headstart verify`: whether an implementation is right, figure by figure."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headstart.cli.commands import need
+
+if TYPE_CHECKING:
+    import torch
+
+    from headstart.evidence.cases import Case
+    from headstart.evidence.verify import Verification
+
+OPERATIONS = ("gated_delta_rule", "extend_attention")
+AGAINST = ("reference", "onnxruntime", "transformers", "fla", "flashinfer", "sdpa")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+PARTS = {
+    "tiles": "headstart.cli.verify_tiles",
+}
+"""Subcommand -> the module that has it, as an attribute of the same name."""
+FEW = 12
+"""Up to so many verifications are shown output by output."""
+
+
+class Parts(click.Group):
+    """Subcommands by name; anything else is a case for `cases`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the subcommands."""
+        return list(PARTS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The subcommand called `cmd_name`, or None."""
+        if cmd_name == cases.name:
+            return cases
+        if cmd_name not in PARTS:
+            return None
+        return getattr(importlib.import_module(PARTS[cmd_name]), cmd_name)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Send everything that names no subcommand to `cases`."""
+        first = args[0] if args else ""
+        if first not in PARTS and first not in ctx.help_option_names:
+            args = ["cases", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=Parts, subcommand_metavar="[CASE ... | PART] [OPTIONS]")
+def command() -> None:
+    """Verify cases (by default every -small one) against float64, or one of the promises.
+
+    `headstart verify cases --help` lists the options for cases.
+    """
+
+
+def device_option(function: Any) -> Any:
+    """The option that says where an implementation runs."""
+    return click.option(
+        "--device", default="cpu", show_default=True, help="Where the implementation runs."
+    )(function)
+
+
+def place(device: str) -> torch.device:
+    """The device called so; ValueError where it is none or not here."""
+    import torch
+
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {device}: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def implementations(op: str, name: str) -> list[str]:
+    """The implementations of an operation that `name` stands for."""
+    from headstart.runtime.dispatch import NAMES, OPERATIONS
+
+    if name == "all":
+        return list(OPERATIONS[op].places)
+    if name not in NAMES:
+        raise ValueError(f"implementation: expected all or one of {list(NAMES)}, got {name!r}")
+    return [name]
+
+
+@click.command("cases")
+@click.argument("case_ids", metavar="[CASE ...]", nargs=-1)
+@click.option("--op", type=click.Choice(OPERATIONS), help="Only cases of one operation.")
+@click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
+@click.option("--against", type=click.Choice(AGAINST), default="reference", show_default=True)
+@device_option
+@click.option("--dtype", type=click.Choice(DTYPES), help="In place of the cases' own.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs.")
+@click.option("--cache/--no-cache", default=True, help="Keep float64 truths on disk (the default).")
+@click.option("--outputs", is_flag=True, help="Show every output, however many cases there are.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@click.pass_context
+def cases(
+    ctx: click.Context,
+    case_ids: tuple[str, ...],
+    op: str | None,
+    implementation: str,
+    against: str,
+    device: str,
+    dtype: str | None,
+    seed: int,
+    cache: bool,
+    outputs: bool,
+    json_file: str | None,
+) -> None:
+    """Compare every output of CASE (by default of all -small cases) with the truth.
+
+    Exits with 1 if a figure exceeds its tolerance.
+    """
+    need("evidence", "pydantic", "numpy")
+    import torch
+
+    from headstart.cli.prefill import progress_bar
+    from headstart.evidence import runs
+    from headstart.evidence.verify import verify_case
+
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    chosen = _chosen(case_ids, op)
+    jobs = [(case, name) for case in chosen for name in implementations(case.op, implementation)]
+    where = place(device)
+    kind = None if dtype is None else getattr(torch, dtype)
+    weights = [case.tokens + 100 for case, _ in jobs]
+    done, found = 0, []
+    with progress_bar("verify", sum(weights)) as show:
+        for (case, name), weight in zip(jobs, weights, strict=True):
+            before = done
+            found.append(
+                verify_case(
+                    case,
+                    name,
+                    against=against,
+                    seed=seed,
+                    device=where,
+                    dtype=kind,
+                    kept=cache,
+                    progress=lambda share, before=before, weight=weight: show(
+                        before + int(share * weight)
+                    ),
+                )
+            )
+            done += weight
+            show(done)
+    ran = [one for one in found if one.declined is None]
+    if not ran:
+        raise ValueError(f"nothing was verified: {found[0].declined}")
+    _print(found, outputs or len(ran) <= FEW)
+    if json_file is not None:
+        options = {"op": op, "implementation": implementation, "against": against, "seed": seed}
+        runs.save(json_file, "verify", found, options)
+    ctx.exit(report_failures(f"{one.case}: {one.implementation}: {words}"
+                             for one in ran for words in one.failures))  # fmt: skip
+
+
+def report_failures(sentences: Any) -> int:
+    """Print a line for each failure on standard error; the exit code."""
+    found = list(sentences)
+    for sentence in found:
+        print(f"headstart: {sentence}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def _chosen(case_ids: Sequence[str], op: str | None) -> list[Case]:
+    from headstart.evidence import cases as catalogue
+
+    if not case_ids:
+        found = [case for case in catalogue.catalogue(op) if case.id.endswith(catalogue.SMALL)]
+        return [case for case in found if case.op != "model"]
+    found = [catalogue.get(id) for id in case_ids]
+    for case in found:
+        if case.op == "model":
+            raise ValueError(
+                f"case: {case.id} is a whole model; `headstart prefill --compare` verifies it"
+            )
+        if op not in (None, case.op):
+            raise ValueError(f"case: {case.id} is a case of {case.op}, not of {op}")
+    return found
+
+
+def _print(found: list[Verification], by_output: bool) -> None:
+    from headstart.cli.printing import console, print_table
+
+    if by_output:
+        print_table(
+            (
+                "case",
+                "implementation",
+                "output",
+                "1 - cosine",
+                "relative L2",
+                "last half",
+                "worst row",
+                "at (row, head)",
+                "NaN",
+                "unwritten",
+                "of tolerance",
+                "",
+            ),
+            [
+                (
+                    one.case,
+                    one.implementation,
+                    output.output,
+                    f"{1 - output.cosine:.1e}",
+                    f"{output.relative:.1e}",
+                    "-" if output.last_half is None else f"{output.last_half:.1e}",
+                    f"{output.row_error:.1e}",
+                    f"({output.row}, {output.head})",
+                    str(output.nan),
+                    str(output.unwritten),
+                    f"{output.excess:.0%}",
+                    "pass" if output.passed else "FAIL",
+                )
+                for one in found
+                for output in one.outputs
+            ],
+        )
+    else:
+        print_table(
+            ("case", "implementation", "outputs", "of tolerance", "seconds", ""),
+            [
+                (
+                    one.case,
+                    one.implementation,
+                    " ".join(output.output.replace(" ", "-") for output in one.outputs),
+                    f"{one.excess:.0%}",
+                    f"{one.seconds:.1f}",
+                    "pass" if one.passed else "FAIL",
+                )
+                for one in found
+                if one.declined is None
+            ],
+        )
+    declined = [one for one in found if one.declined is not None]
+    notes = [(one.case, one.implementation, note) for one in found for note in one.notes]
+    notes += [(one.case, one.implementation, one.declined) for one in declined]
+    if notes:
+        print()
+        print_table(("case", "implementation", "left out"), notes)
+    failed = [one for one in found if not one.passed]
+    passed = len(found) - len(declined) - len(failed)
+    words = f"\n{passed} passed, {len(failed)} failed, {len(declined)} declined"
+    if failed:
+        blind = sum(one.cosine_passes for one in failed)
+        words += f"; a cosine gate would have let {blind} of {len(failed)} failures pass"
+    console().print(words)

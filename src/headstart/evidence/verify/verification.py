@@ -1,0 +1,173 @@
+"""`verify_case`: one case, one implementation, every output against the truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from headstart.evidence.cases import Case
+from headstart.evidence.cases.delta_block import DeltaBlockCase
+from headstart.evidence.runs import Record
+from headstart.evidence.verify.computing import Computed, compute
+from headstart.evidence.verify.figures import Measured, Meter
+from headstart.evidence.verify.references import truths
+from headstart.evidence.verify.tolerances import Tolerance, tolerance
+from headstart.runtime.dispatch import Declined
+
+
+class Verification(Record):
+    """What became of one case under one implementation.
+
+    declined: the sentence why the implementation does not run the case; then nothing else is said.
+    notes: what was left out, and why.
+    outputs: a record for each output.
+    seconds: of computing and comparing, the truth included.
+    """
+
+    case: str
+    op: str
+    implementation: str
+    against: str = "reference"
+    device: str = "cpu"
+    dtype: str
+    seed: int = 0
+    declined: str | None = None
+    notes: tuple[str, ...] = ()
+    outputs: tuple[Measured, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        """A sentence for each figure above its tolerance."""
+        return [failure for output in self.outputs for failure in output.failures]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every figure of every output is within its tolerance."""
+        return not self.failures
+
+    @property
+    def excess(self) -> float:
+        """The largest figure in units of its tolerance: above 1 fails."""
+        return max((output.excess for output in self.outputs), default=0.0)
+
+    @property
+    def cosine_passes(self) -> bool:
+        """What a gate on the cosine alone would say of all outputs."""
+        return all(output.cosine_passes for output in self.outputs)
+
+
+def verify_case(
+    case: Case,
+    implementation: str,
+    *,
+    against: str = "reference",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    kept: bool = True,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Verification:
+    """Compute a case and compare every output.
+
+    implementation: a name; one that declines gives a `Verification` with the sentence.
+    against: "reference" (float64, token by token or row by row), or a neighbour of
+        `headstart.evidence.oracles.foreign`.
+    device: where the implementation runs (inputs are drawn on the CPU). A truth is computed there
+        too where it is no CPU.
+    dtype: takes the place of the case's own.
+    kept: keep truths on disk.
+    progress: told the share that is done.
+
+    >>> from headstart.evidence import cases
+    >>> found = verify_case(cases.get("gdn-1x1-small"), "torch", kept=False)
+    >>> found.passed, [output.output for output in found.outputs]
+    (True, ['o', 'state'])
+    """
+    began = time.perf_counter()
+    place = torch.device(device)
+    inputs = str(dtype or case.torch_dtype).removeprefix("torch.")
+    result = Verification(
+        case=case.id,
+        op=case.op,
+        implementation=implementation,
+        against=against,
+        device=str(place),
+        dtype=inputs,
+        seed=seed,
+    )
+    try:
+        computed = compute(case, implementation, seed=seed, device=place, dtype=dtype)
+    except Declined as reason:
+        return result.model_copy(update={"declined": str(reason)})
+    meters = _meters(case, computed)
+    if against == "reference":
+        pieces = truths(case, seed=seed, dtype=dtype, device=place, kept=kept, progress=progress)
+    else:
+        from headstart.evidence.oracles.foreign import outputs
+
+        try:
+            pieces = [(slice(0, None), outputs(against, case, seed, place, dtype))]
+        except Declined as reason:
+            return result.model_copy(update={"declined": str(reason)})
+    covered = set()
+    for heads, values in pieces:
+        for name, truth in values.items():
+            for output in (name, f"merged {name}"):
+                if output in meters:
+                    meters[output].add(heads, truth)
+                    covered.add(output)
+    measured = tuple(
+        meter.measured(_asked(case, name, meter, result))
+        for name, meter in meters.items()
+        if name in covered
+    )
+    left = [f"{against} gives no {name}" for name in meters if name not in covered]
+    return result.model_copy(
+        update={
+            "outputs": measured,
+            "notes": (*computed.notes, *left),
+            "seconds": time.perf_counter() - began,
+        }
+    )
+
+
+def _asked(case: Case, output: str, meter: Meter, result: Verification) -> Tolerance:
+    asked = tolerance(
+        case.op,
+        output,
+        str(meter.found.dtype).removeprefix("torch."),
+        result.dtype,
+        result.implementation,
+        block=isinstance(case, DeltaBlockCase),
+    )
+    if result.against == "reference":
+        return asked
+    return asked.times(2.0, f"{result.against} rounds in float32 as well").plus(2e-6, "its sums")
+
+
+def _meters(case: Case, computed: Computed) -> dict[str, Meter]:
+    late = torch.cat(
+        [torch.arange(length) >= length // 2 for length in case.lengths]  # type: ignore[attr-defined]
+        or [torch.zeros(0, dtype=torch.bool)]
+    )
+    meters = {}
+    for name, output in computed.outputs.items():
+        rows = len(output.values)
+        if name in ("state", "history"):
+            chosen = None
+        elif name == "snapshots":
+            chosen = torch.arange(rows) >= rows // 2
+        else:
+            chosen = late
+        meters[name] = Meter(
+            name,
+            output.values,
+            late=None if chosen is None else chosen.to(output.values.device),
+            unit=1.0 if name.endswith("LSE") else 0.0,
+            unwritten=output.unwritten,
+            trespassed=output.trespassed,
+        )
+    return meters
