@@ -13,7 +13,7 @@ import click
 
 from headstart.runtime.dispatch import Declined
 
-COMMANDS = ("cases", "env", "explain", "prefill", "static")
+COMMANDS = ("bench", "cases", "env", "explain", "prefill", "static", "verify")
 
 
 class Commands(click.Group):

@@ -1,0 +1,239 @@
+"""`headstart bench`: arms against each other on one case, launch by launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headstart.cli.commands import need
+
+if TYPE_CHECKING:
+    import torch
+
+    from headstart.evidence.benching import CaseResult
+    from headstart.evidence.cases import Case
+
+
+class WithDefault(click.Group):
+    """A group whose command `run` may be left out: `bench CASE` is `bench run CASE`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `run` in front of what names no command."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=WithDefault)
+def command() -> None:
+    """Time arms in one process, interleaved, after checking each: `bench CASE ... --arms ...`.
+
+    `bench run --help` tells the options; `run` itself may be left out.
+    """
+
+
+def _shared(function: Callable[..., None]) -> Callable[..., None]:
+    """Options of `run` and `stages`."""
+    for option in (
+        click.option("--json", "json_file", metavar="FILE", help="Write all figures there."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs."),
+        click.option("--device", metavar="DEVICE", help="By default cuda if there is one."),
+    ):
+        function = option(function)
+    return function
+
+
+@command.command("run")
+@click.argument("case_ids", metavar="CASE...", nargs=-1, required=True)
+@click.option(
+    "--arms",
+    default="headstart",
+    show_default=True,
+    metavar="A,B,...",
+    help="headstart, triton, torch, reference, fla, flashinfer, flashqla, fa4, sdpa, flex, sglang, "
+    "transformers, or git revisions (HEAD, main~5, main~5:torch). The first is what others are "
+    "compared with.",
+)
+@click.option("--rounds", type=click.IntRange(min=3), default=60, show_default=True)
+@click.option(
+    "--clock",
+    type=click.Choice(("auto", "graph", "events")),
+    default="auto",
+    show_default=True,
+    help="On a GPU: replay captured graphs, or time calls.",
+)
+@click.option(
+    "--check",
+    "check",
+    default="2",
+    show_default=True,
+    metavar="N|all",
+    help="Groups of heads whose outputs are checked first.",
+)
+@click.option("--no-noise-floor", is_flag=True, help="Do not enter the first arm twice.")
+@_shared
+@click.pass_context
+def run(
+    ctx: click.Context,
+    case_ids: tuple[str, ...],
+    arms: str,
+    rounds: int,
+    clock: str,
+    check: str,
+    no_noise_floor: bool,
+    device: str | None,
+    seed: int,
+    json_file: str | None,
+) -> None:
+    """Time CASEs under every arm. Exits with 1 if an arm's output is wrong or an arm failed."""
+    need("evidence", "pydantic", "numpy")
+    from headstart.evidence import runs
+    from headstart.evidence.benching import Sources, bench_case
+    from headstart.evidence.timing import measure_ceilings
+
+    if check != "all" and not (check.isdecimal() and int(check)):
+        raise ValueError(f"check: expected a positive number or all, got {check!r}")
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    names = [name.strip() for name in arms.split(",") if name.strip()]
+    chosen = [_case(id) for id in case_ids]
+    place = _device(device)
+    results: list[CaseResult] = []
+    ceilings: dict[str, Any] = {}
+    with Sources(names) as sources:
+        for case in chosen:
+            if case.dtype not in ceilings:
+                ceilings[case.dtype] = measure_ceilings(place, case.torch_dtype)
+            result = bench_case(
+                case,
+                names,
+                sources,
+                device=place,
+                seed=seed,
+                rounds=rounds,
+                clock=clock,
+                groups=None if check == "all" else int(check),
+                noise_floor=not no_noise_floor,
+                ceilings=ceilings[case.dtype],
+                progress=_progress(case.id),
+            )
+            results.append(result)
+            _print_case(result)
+            if json_file is not None:  # after every case: a run that is cut short is not lost
+                runs.save(json_file, "bench", results, ctx.params)
+    bad = any(arm.status in ("wrong", "failed") for result in results for arm in result.arms)
+    ctx.exit(1 if bad else 0)
+
+
+@command.command()
+@click.option("--experiments", type=click.IntRange(min=10), default=400, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=3), default=60, show_default=True)
+@click.option("--planted", type=float, default=0.03, show_default=True, help="To be found.")
+def simulate(experiments: int, rounds: int, planted: float) -> None:
+    """Check the statistics against a clock whose truth is known.
+
+    Exits with 1 unless an interval of an arm against itself holds 1 in 92 to 98 % of the
+    experiments and the planted difference is found in 95 %.
+    """
+    need("evidence", "pydantic", "numpy")
+    from headstart.cli.printing import print_table
+    from headstart.evidence.simulated_clock import simulate as run_simulation
+
+    found = run_simulation(experiments=experiments, rounds=rounds, planted=planted)
+    print_table(
+        ("interval", "experiments", "rounds", "coverage of 1", f"{planted:.1%} found", "width"),
+        [
+            (
+                one.interval,
+                one.experiments,
+                one.rounds,
+                f"{one.coverage:.1%}",
+                f"{one.found:.1%}",
+                f"{one.width:.2%}",
+            )
+            for one in found
+        ],
+    )
+    used = found[0]
+    if not (0.92 <= used.coverage <= 0.98 and used.found >= 0.95):
+        print("the percentile interval, which bench reports, breaks its promise", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print_case(result: CaseResult) -> None:
+    from headstart.cli.printing import console, print_table
+
+    print_table(
+        ("arm", "status", "device ms", "host us", "wall ms", "of floor", "ratio", "wins", "error"),
+        [_row(arm) for arm in result.arms],
+        title=f"{result.case} on {result.device}, {result.dtype}, {result.tokens} tokens, "
+        f"{result.rounds} rounds, clock {result.clock or '-'}, flushed {result.flushed or '-'}; "
+        f"floor {result.floor_ms:.4f} ms at {result.ceilings.copy_rate / 1e12:.3f} TB/s and "
+        f"{result.ceilings.matmul_rate / 1e12:.2f} TFLOP/s",
+    )
+    if result.clock_note:
+        console().print(f"no graphs: {result.clock_note}", markup=False)
+    for arm in result.arms:
+        for words in (arm.sentence, arm.note and f"{arm.note}"):
+            if words:
+                console().print(f"{arm.arm}: {words}", markup=False)
+    print()
+
+
+def _row(arm: Any) -> tuple[str, ...]:
+    error = next((one for one in arm.accuracy if one.output in ("o", "norm")), None)
+    ratio = arm.ratio
+
+    def number(value: float | None, digits: str) -> str:
+        return "-" if value is None else format(value, digits)
+
+    name = arm.arm if arm.served in ("", arm.arm) else f"{arm.arm} ({arm.served})"
+    return (
+        name,
+        arm.status,
+        number(arm.median_ms, ".4f"),
+        number(None if arm.host_ms is None else 1000 * arm.host_ms, ".0f"),
+        number(arm.wall_ms, ".4f"),
+        number(arm.floor_share, ".1%"),
+        "-" if ratio is None else f"{ratio.ratio:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]",
+        "-" if ratio is None else f"{ratio.wins}/{ratio.rounds}",
+        number(None if error is None else error.last_half, ".2e"),
+    )
+
+
+def _case(id: str) -> Case:
+    from headstart.evidence import cases
+
+    case = cases.get(id)
+    if case.op == "model":
+        raise ValueError(f"case: {id} is a whole model; bench runs the operations' cases")
+    return case
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {name}: {str(error).splitlines()[0]}") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {name}")
+    return place
+
+
+def _progress(case: str) -> Callable[[str], None]:
+    """A line on a terminal's stderr that says what is being done."""
+    if not sys.stderr.isatty():
+        return lambda words: None
+
+    def show(words: str) -> None:
+        print(f"\r\x1b[K{case}: {words}\r", end="", file=sys.stderr, flush=True)
+
+    return show

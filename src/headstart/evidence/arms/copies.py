@@ -1,0 +1,53 @@
+"""A second headstart in the same process: the noise floor, and other revisions.
+
+The sources are copied under another package name, so that nothing is shared: neither modules, nor
+compiled functions, nor registered operations.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PACKAGE = re.compile(
+    r"(?<=\bfrom )headstart\b|(?<=\bimport )headstart\b|\bheadstart(?=\.\w)|\bheadstart(?=::)"
+)
+
+
+@contextmanager
+def loaded_copy(source: Path, name: str) -> Iterator[str]:
+    """The package at `source` loaded as `name`, forgotten afterwards.
+
+    source: the folder that is the package `headstart`.
+    Yields the name to import it by.
+    """
+    if not (source / "__init__.py").is_file():
+        raise ValueError(f"revision: {source} holds no package headstart")
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+        copied = Path(folder) / name
+        shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in copied.rglob("*.py"):
+            path.write_text(renamed(path.read_text(), name))
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        try:
+            yield name
+        finally:
+            sys.path.remove(folder)
+            for module in [one for one in sys.modules if one.split(".")[0] == name]:
+                del sys.modules[module]
+
+
+def renamed(text: str, name: str) -> str:
+    """Source text in which every import and place of headstart names `name` instead.
+
+    >>> renamed('import headstart\\nfrom headstart.ops import api\\n"headstart::rule"', "second")
+    'import second\\nfrom second.ops import api\\n"second::rule"'
+    """
+    return PACKAGE.sub(name, text)

@@ -1,0 +1,97 @@
+"""Headstart's own arms, of this package or of a separately loaded copy of it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headstart.evidence.arms import Arm, Outputs, Unfit
+from headstart.evidence.cases import Case
+
+
+def build(
+    name: str, case: Case, device: torch.device, seed: int = 0, *, package: str = "headstart"
+) -> Arm:
+    """An arm that runs `package`'s implementation `name` ("headstart": what dispatch picks).
+
+    package: name of a loaded package that is headstart or a copy of it; its own classes build the
+        inputs, since a copy knows no class of the original.
+    """
+    library = importlib.import_module(package)
+    case = importlib.import_module(f"{package}.evidence.cases").get(case.id)
+    implementation = None if name == "headstart" else name
+    if case.op == "model":
+        raise Unfit(f"{case.id} is a whole model; `headstart prefill` runs models")
+    if case.op == "extend_attention":
+        inputs = case.inputs(seed, device)
+        arm = Arm(
+            name,
+            lambda: library.extend_attention(**inputs, implementation=implementation),
+            lambda o: {"o": o},
+        )
+    elif hasattr(case, "conv_width"):
+        arm = _block_arm(package, name, implementation, case.steps(seed, device)[-1])
+    else:
+        arm = _rule_arm(library, name, implementation, case.steps(seed, device))
+    with importlib.import_module(f"{package}.runtime.dispatch").watching() as ran:
+        arm.restore()
+        arm.call()
+        arm.restore()
+    arm.served = ", ".join(dict.fromkeys(implementation for _, implementation in ran))
+    return arm
+
+
+def _rule_arm(library: Any, name: str, implementation: str | None, steps: list[dict]) -> Arm:
+    *earlier, last = steps
+    for step in earlier:
+        library.gated_delta_rule(**step, implementation=implementation)
+    state = last.get("state")
+
+    def outputs(found: Any) -> Outputs:
+        kept: Outputs = {"o": found.o}
+        if found.state is not None:
+            kept["state"] = found.state.flatten(2)
+        elif hasattr(state, "read_slots"):
+            kept["state"] = state.tensor[list(state.read_slots)].flatten(2)
+        elif hasattr(state, "cache"):
+            kept["state"] = state.cache.export(state.slots)[1].flatten(2)
+        if found.snapshots is not None:
+            kept["snapshots"] = found.snapshots.flatten(2)
+        return kept
+
+    return Arm(
+        name,
+        lambda: library.gated_delta_rule(**last, implementation=implementation),
+        outputs,
+        _restoring(state),
+    )
+
+
+def _block_arm(package: str, name: str, implementation: str | None, block: dict[str, Any]) -> Arm:
+    run = importlib.import_module(f"{package}.evidence.cases.delta_block").run
+    return Arm(
+        name,
+        lambda: run(block, implementation=implementation),
+        lambda normed: {"norm": normed},
+        _restoring(block["state"]),
+    )
+
+
+def _restoring(state: Any) -> Callable[[], None]:
+    """A function that puts back the memory of a pool or cache as it is now."""
+    if hasattr(state, "cache"):
+        memory = list(state.cache.tensors.values())
+    elif hasattr(state, "read_slots"):
+        memory = [state.tensor]
+    else:
+        return lambda: None
+    before = [tensor.clone() for tensor in memory]
+
+    def restore() -> None:
+        for tensor, kept in zip(memory, before, strict=True):
+            tensor.copy_(kept)
+
+    return restore

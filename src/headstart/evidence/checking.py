@@ -1,0 +1,104 @@
+"""Before an arm is timed: does it compute the case?"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+
+from headstart.evidence.arms import Arm, Outputs
+from headstart.evidence.cases import Case
+from headstart.evidence.runs import Record
+from headstart.evidence.verify.figures import Meter
+from headstart.evidence.verify.references import truths
+from headstart.evidence.verify.tolerances import Tolerance, tolerance
+
+PEER_FACTOR = 2.0
+"""A peer rounds at other places than headstart does (an inverse in float16, gates in bfloat16): it
+may be off by this factor more. A fault is off by far more than that."""
+
+
+class Accuracy(Record):
+    """How far one output of an arm is from the float64 reference, in the heads that were checked.
+
+    last_half: relative L2 over the last half of the tokens; for states over all values.
+    row_error: the worst row. allowed: tolerance of last_half. failures: a sentence each.
+    """
+
+    output: str
+    heads: int
+    last_half: float
+    row_error: float
+    allowed: float
+    failures: tuple[str, ...] = ()
+
+
+Truths = list[tuple[slice, dict[str, torch.Tensor]]]
+
+
+def load_truths(case: Case, seed: int, device: torch.device, groups: int | None) -> Truths:
+    """The float64 reference of the first `groups` groups of heads (None: all)."""
+    return list(islice(truths(case, seed=seed, device=device), groups))
+
+
+def check(arm: Arm, case: Case, outputs: Outputs, reference: Truths) -> list[Accuracy]:
+    """Figures of every output that the reference knows; "o" (or a layer's "norm") must be there."""
+    found = []
+    for output, values in outputs.items():
+        pieces = [(heads, truth[output]) for heads, truth in reference if output in truth]
+        if not pieces:
+            continue
+        stop = max(heads.start + truth.shape[1] for heads, truth in pieces)
+        meter = Meter(output, _rows(values)[:, :stop], late=_late(case, output, len(values)))
+        if meter.late is not None:
+            meter.late = meter.late.to(values.device)
+        for heads, truth in pieces:
+            meter.add(heads, truth)
+        figures = meter.measured(_allowed(arm, case, output, values.dtype))
+        half = figures.relative if figures.last_half is None else figures.last_half
+        found.append(
+            Accuracy(
+                output=output,
+                heads=stop,
+                last_half=half,
+                row_error=figures.row_error,
+                allowed=figures.tolerance.last_half,
+                failures=tuple(figures.failures),
+            )
+        )
+    if not any(one.output in ("o", "norm") for one in found):
+        raise ValueError(f"arm: {arm.name} gave no output that the reference of {case.id} knows")
+    return found
+
+
+def _allowed(arm: Arm, case: Case, output: str, dtype: torch.dtype) -> Tolerance:
+    asked = tolerance(
+        case.op,
+        output,
+        _word(dtype),
+        case.dtype,
+        # A peer is judged as kernels are that round the operands of their products.
+        implementation=arm.served.split(", ")[-1] if arm.served else "triton",
+        block=hasattr(case, "conv_width"),
+    )
+    return asked if arm.served else asked.times(PEER_FACTOR, "a peer rounds at other places")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows(values: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, vector]."""
+    return values.reshape(values.shape[0], values.shape[1], -1)
+
+
+def _late(case: Case, output: str, rows: int) -> torch.Tensor | None:
+    """Rows of the last half of every sequence; None where rows are no tokens."""
+    if output == "state":
+        return None
+    if output == "snapshots":
+        return torch.arange(rows) >= rows // 2
+    lengths: tuple[int, ...] = case.lengths  # type: ignore[attr-defined]
+    parts = [torch.arange(length) >= length // 2 for length in lengths]
+    return torch.cat([*parts, torch.zeros(0, dtype=torch.bool)])
