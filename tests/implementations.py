@@ -16,7 +16,7 @@ from tests.on_device import on_device
 
 import headstart
 
-DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "cpu")
+DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "cpu").replace("cuda", "cuda:0")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = INTERPRETED or DEVICE != "cpu"
 """Whether this process tests kernels rather than what runs on a CPU."""
@@ -52,4 +52,4 @@ def by_name(function, implementation):
 
 def examples(count: int) -> int:
     """Drawn examples of a test: fewer in the interpreter, which takes milliseconds a program."""
-    return max(1, count // 6) if INTERPRETED else count
+    return max(1, count // 10) if INTERPRETED else count

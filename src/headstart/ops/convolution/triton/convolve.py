@@ -222,8 +222,8 @@ def convolve_kernel(
     elif n == count:
         # Rows of nobody.
         begin = row + (i - (row // rows + n)) * rows
-        for t in range(begin, tl.minimum(begin + rows, tokens)):
-            p_y = y + t.to(tl.int64) * y_row
+        for t in range(0, tl.minimum(rows, tokens - begin)):
+            p_y = y + (begin + t).to(tl.int64) * y_row
             tl.store(p_y + o_c, tl.zeros([BC], y.dtype.element_ty), mask=m_c)
     else:
         tile = i - (row // rows + n)

@@ -21,16 +21,12 @@ CHANNELS, HEAD_SIZES = 8192, (64, 128, 256)
 
 
 def kernels(target: Target) -> list[StaticKernel]:
-    """Every dtype, width and feature at 8,192 channels; every head size of the gated norm."""
-    listed = [
-        _convolve(dtype, width, features)
-        for dtype in TYPES
-        for width in (2, 3, 4)
-        for features in FEATURES
-    ]
-    return listed + [
-        _norm(dtype, size, silu) for dtype in TYPES for size in HEAD_SIZES for silu in (True, False)
-    ]
+    """Every dtype and feature at width 4 and 8,192 channels, widths 2 and 3 with all features;
+    every head size of the gated norm."""
+    listed = [_convolve(dtype, 4, features) for dtype in TYPES for features in FEATURES]
+    listed += [_convolve(torch.bfloat16, width, "cache-snapshots") for width in (2, 3)]
+    listed += [_norm(torch.bfloat16, size, True) for size in HEAD_SIZES]
+    return listed + [_norm(dtype, 128, False) for dtype in TYPES]
 
 
 def _convolve(dtype: torch.dtype, width: int, features: str) -> StaticKernel:
