@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ PARTS = {
     "tiles": "headstart.cli.verify_tiles",
 }
 """Subcommand -> the module that has it, as an attribute of the same name."""
+STEPS = 1000
+"""Of a progress bar."""
 FEW = 12
 """Up to so many verifications are shown output by output."""
 
@@ -98,6 +101,7 @@ def implementations(op: str, name: str) -> list[str]:
 @click.option("--dtype", type=click.Choice(DTYPES), help="In place of the cases' own.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs.")
 @click.option("--cache/--no-cache", default=True, help="Keep float64 truths on disk (the default).")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; default: cores of a CPU run.")
 @click.option("--outputs", is_flag=True, help="Show every output, however many cases there are.")
 @click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
 @click.pass_context
@@ -111,6 +115,7 @@ def cases(
     dtype: str | None,
     seed: int,
     cache: bool,
+    jobs: int | None,
     outputs: bool,
     json_file: str | None,
 ) -> None:
@@ -123,35 +128,27 @@ def cases(
 
     from headstart.cli.prefill import progress_bar
     from headstart.evidence import runs
-    from headstart.evidence.verify import verify_case
+    from headstart.evidence.verify import verify_many
 
     if json_file is not None:
         runs.expect_writable(json_file)
     chosen = _chosen(case_ids, op)
-    jobs = [(case, name) for case in chosen for name in implementations(case.op, implementation)]
+    work = [(case, name) for case in chosen for name in implementations(case.op, implementation)]
     where = place(device)
     kind = None if dtype is None else getattr(torch, dtype)
-    weights = [case.tokens + 100 for case, _ in jobs]
-    done, found = 0, []
-    with progress_bar("verify", sum(weights)) as show:
-        for (case, name), weight in zip(jobs, weights, strict=True):
-            before = done
-            found.append(
-                verify_case(
-                    case,
-                    name,
-                    against=against,
-                    seed=seed,
-                    device=where,
-                    dtype=kind,
-                    kept=cache,
-                    progress=lambda share, before=before, weight=weight: show(
-                        before + int(share * weight)
-                    ),
-                )
-            )
-            done += weight
-            show(done)
+    if jobs is None:
+        jobs = (os.cpu_count() or 1) if where.type == "cpu" else 1
+    with progress_bar("verify", STEPS) as show:
+        found = verify_many(
+            work,
+            processes=jobs,
+            against=against,
+            seed=seed,
+            device=where,
+            dtype=kind,
+            kept=cache,
+            progress=lambda share: show(int(share * STEPS)),
+        )
     ran = [one for one in found if one.declined is None]
     if not ran:
         raise ValueError(f"nothing was verified: {found[0].declined}")

@@ -2,6 +2,6 @@
 
 from headstart.evidence.verify.figures import Measured
 from headstart.evidence.verify.tolerances import COSINE_GATE, Tolerance
-from headstart.evidence.verify.verification import Verification, verify_case
+from headstart.evidence.verify.verification import Verification, verify_case, verify_many
 
-__all__ = ["COSINE_GATE", "Measured", "Tolerance", "Verification", "verify_case"]
+__all__ = ["COSINE_GATE", "Measured", "Tolerance", "Verification", "verify_case", "verify_many"]

@@ -14,6 +14,9 @@ from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.gated_delta_rule import DeltaCase
 from headstart.evidence.poison import poison, poisoned_memory, unwritten
 
+MOST_MERGED = 2048
+"""New tokens up to which the partials of a case are computed and merged too."""
+
 
 @dataclass
 class Output:
@@ -172,7 +175,7 @@ def _attention(
         )
         computed.add("o", o, heads=case.HQ)
         computed.add("LSE", lse[..., None], heads=case.HQ)
-        if any(case.cached) and case.tokens:
+        if any(case.cached) and 0 < case.tokens <= MOST_MERGED:
             sinks = arguments.pop("sinks", None)
             try:
                 parts = [

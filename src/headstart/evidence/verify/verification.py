@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -132,6 +135,44 @@ def verify_case(
             "seconds": time.perf_counter() - began,
         }
     )
+
+
+def verify_many(
+    jobs: Sequence[tuple[Case, str]],
+    *,
+    processes: int = 1,
+    progress: Callable[[float], None] = lambda share: None,
+    **options: Any,
+) -> list[Verification]:
+    """`verify_case` for each (case, implementation), with the same options, in order.
+
+    processes: how many share the work, each with one thread; 1 stays in this process and thread
+        count. progress: told the share of tokens that is done.
+    """
+    weights = [case.tokens + 100 for case, _ in jobs]
+    total, done, found = sum(weights), 0, []
+    if processes > 1 and len(jobs) > 1:
+        calls = [functools.partial(verify_case, case, name, **options) for case, name in jobs]
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(min(processes, len(jobs)), torch.set_num_threads, (1,)) as pool:
+            for result, weight in zip(pool.imap(_call, calls), weights, strict=True):
+                found.append(result)
+                done += weight
+                progress(done / total)
+        return found
+    for (case, name), weight in zip(jobs, weights, strict=True):
+
+        def part(share: float, before: int = done, weight: int = weight) -> None:
+            progress((before + share * weight) / total)
+
+        found.append(verify_case(case, name, **options, progress=part))
+        done += weight
+        progress(done / total)
+    return found
+
+
+def _call(job: Callable[[], Verification]) -> Verification:
+    return job()
 
 
 def _asked(case: Case, output: str, meter: Meter, result: Verification) -> Tolerance:
