@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from headstart.evidence.benching import CaseResult
     from headstart.evidence.cases import Case
+    from headstart.evidence.stages import StagesResult
 
 
 class WithDefault(click.Group):
@@ -126,6 +127,123 @@ def run(
                 runs.save(json_file, "bench", results, ctx.params)
     bad = any(arm.status in ("wrong", "failed") for result in results for arm in result.arms)
     ctx.exit(1 if bad else 0)
+
+
+@command.command()
+@click.argument("case_ids", metavar="CASE...", nargs=-1, required=True)
+@click.option("--arms", default="headstart", show_default=True, metavar="A,B,...")
+@click.option("--against", metavar="ARM", help="Compare with this arm; by default the first.")
+@click.option("--rounds", type=click.IntRange(min=3), default=24, show_default=True)
+@click.option("--top", type=click.IntRange(min=0), default=8, show_default=True, help="Kernels.")
+@_shared
+@click.pass_context
+def stages(
+    ctx: click.Context,
+    case_ids: tuple[str, ...],
+    arms: str,
+    against: str | None,
+    rounds: int,
+    top: int,
+    device: str | None,
+    seed: int,
+    json_file: str | None,
+) -> None:
+    """Where the time of a call goes: kernels, host gap, launches, copies; with variants."""
+    need("evidence", "pydantic", "numpy")
+    from headstart.cli.printing import print_table
+    from headstart.evidence import runs
+    from headstart.evidence.arms import ARMS
+    from headstart.evidence.stages import stages_of_case
+
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    names = [name.strip() for name in arms.split(",") if name.strip()]
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(f"arm: expected one of {list(ARMS)}, got {name!r}")
+    place = _device(device)
+    results: list[StagesResult] = []
+    for case in [_case(id) for id in case_ids]:
+        found = stages_of_case(
+            case,
+            names,
+            device=place,
+            against=against,
+            seed=seed,
+            rounds=rounds,
+            progress=_progress(case.id),
+        )
+        results += found
+        _print_stages(found, top)
+        if json_file is not None:
+            runs.save(json_file, "stages", results, ctx.params)
+    print_table(STAGE_COLUMNS, [_stage_row(result) for result in results], title="Summary")
+
+
+STAGE_COLUMNS = (
+    "case",
+    "arm",
+    "variant",
+    "device us",
+    "wall us",
+    "launch us",
+    "gap us",
+    "launches",
+    "to host",
+    "device x",
+    "wall x",
+)
+
+
+def _stage_row(result: StagesResult) -> tuple[str, ...]:
+    name = result.arm if result.served in ("", result.arm) else f"{result.arm} ({result.served})"
+    if result.sentence:
+        return (result.case, name, result.variant, *["-"] * 7, result.sentence[:120])
+
+    def number(value: float | None, digits: str = ".1f") -> str:
+        return "-" if value is None else format(value, digits)
+
+    # Speedups: how many times faster than the arm compared with.
+    wall = "-"
+    if result.against is not None:
+        r = result.against
+        wall = f"{1 / r.ratio:.3f} [{1 / r.high:.3f}, {1 / r.low:.3f}]"
+    return (
+        result.case,
+        name,
+        result.variant,
+        number(result.device_us),
+        number(result.wall_us),
+        number(result.launch_us),
+        number(result.gap_us),
+        number(result.launches, "g"),
+        number(result.copies_to_host, "g"),
+        "-" if result.device_ratio is None else f"{1 / result.device_ratio:.3f}",
+        wall,
+    )
+
+
+def _print_stages(found: list[StagesResult], top: int) -> None:
+    """The kernels of each arm on the case as it stands."""
+    from headstart.cli.printing import print_table
+    from headstart.evidence.stages import AS_IT_STANDS
+
+    for result in found:
+        if top and result.stages and result.variant == AS_IT_STANDS:
+            print_table(
+                ("stage", "times", "us", "share"),
+                [
+                    (
+                        stage.name[:90],
+                        f"{stage.count:g}",
+                        f"{stage.microseconds:.1f}",
+                        f"{stage.microseconds / (result.device_us or 1):.1%}",
+                    )
+                    for stage in result.stages[:top]
+                ],
+                title=f"{result.case}, {result.arm} on {result.device}",
+            )
+            print()
 
 
 @command.command()

@@ -13,10 +13,6 @@ from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.references import truths
 from headstart.evidence.verify.tolerances import Tolerance, tolerance
 
-PEER_FACTOR = 2.0
-"""A peer rounds at other places than headstart does (an inverse in float16, gates in bfloat16): it
-may be off by this factor more. A fault is off by far more than that."""
-
 
 class Accuracy(Record):
     """How far one output of an arm is from the float64 reference, in the heads that were checked.
@@ -72,16 +68,15 @@ def check(arm: Arm, case: Case, outputs: Outputs, reference: Truths) -> list[Acc
 
 
 def _allowed(arm: Arm, case: Case, output: str, dtype: torch.dtype) -> Tolerance:
-    asked = tolerance(
+    return tolerance(
         case.op,
         output,
         _word(dtype),
         case.dtype,
-        # A peer is judged as kernels are that round the operands of their products.
+        # A peer is judged as our kernels are, which round the operands of their products.
         implementation=arm.served.split(", ")[-1] if arm.served else "triton",
         block=hasattr(case, "conv_width"),
     )
-    return asked if arm.served else asked.times(PEER_FACTOR, "a peer rounds at other places")
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ clock whose truth is known, and the percentile form keeps its coverage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -112,5 +113,10 @@ def corrected_interval(values: np.ndarray, level: float = LEVEL) -> tuple[float,
 
 
 def _resampled_medians(values: np.ndarray) -> np.ndarray:
-    chosen = np.random.default_rng(SEED).integers(0, len(values), (RESAMPLES, len(values)))
-    return np.median(values[chosen], axis=1)
+    return np.median(values[_resampled(len(values))], axis=1)
+
+
+@lru_cache(maxsize=8)
+def _resampled(count: int) -> np.ndarray:
+    """Rounds [RESAMPLES, count] drawn with replacement."""
+    return np.random.default_rng(SEED).integers(0, count, (RESAMPLES, count))

@@ -145,9 +145,14 @@ class GraphCapture:
 
     def __init__(self, arm: Arm) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        arm.restore()
+        stream = torch.cuda.Stream()
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
+        # Scratch that belongs to a stream must exist before the capture, outside of its pool.
+        with torch.cuda.stream(stream):
+            warm(arm)
+            arm.restore()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, stream=stream):
             self.result = arm.call()
         torch.cuda.synchronize()
 

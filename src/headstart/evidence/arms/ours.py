@@ -13,29 +13,38 @@ from headstart.evidence.cases import Case
 
 
 def build(
-    name: str, case: Case, device: torch.device, seed: int = 0, *, package: str = "headstart"
+    name: str,
+    case: Case,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    package: str = "headstart",
+    plan_in_call: bool = False,
 ) -> Arm:
     """An arm that runs `package`'s implementation `name` ("headstart": what dispatch picks).
 
     package: name of a loaded package that is headstart or a copy of it; its own classes build the
         inputs, since a copy knows no class of the original.
+    plan_in_call: build the host metadata (schedule, plan) in every call instead of beforehand.
     """
     library = importlib.import_module(package)
-    case = importlib.import_module(f"{package}.evidence.cases").get(case.id)
+    if package != "headstart":
+        case = importlib.import_module(f"{package}.evidence.cases").get(case.id)
     implementation = None if name == "headstart" else name
     if case.op == "model":
         raise Unfit(f"{case.id} is a whole model; `headstart prefill` runs models")
+    remade = _remaking(library, case, device) if plan_in_call else dict
     if case.op == "extend_attention":
         inputs = case.inputs(seed, device)
         arm = Arm(
             name,
-            lambda: library.extend_attention(**inputs, implementation=implementation),
+            lambda: library.extend_attention(**inputs | remade(), implementation=implementation),
             lambda o: {"o": o},
         )
     elif hasattr(case, "conv_width"):
         arm = _block_arm(package, name, implementation, case.steps(seed, device)[-1])
     else:
-        arm = _rule_arm(library, name, implementation, case.steps(seed, device))
+        arm = _rule_arm(library, name, implementation, case.steps(seed, device), remade)
     with importlib.import_module(f"{package}.runtime.dispatch").watching() as ran:
         arm.restore()
         arm.call()
@@ -44,7 +53,35 @@ def build(
     return arm
 
 
-def _rule_arm(library: Any, name: str, implementation: str | None, steps: list[dict]) -> Arm:
+def _remaking(library: Any, case: Any, device: torch.device) -> Callable[[], dict[str, Any]]:
+    """A function that makes a call's host metadata anew."""
+    if hasattr(case, "conv_width"):
+        raise Unfit("a layer shares its schedule with other layers")
+    if case.op == "gated_delta_rule":
+        return lambda: {
+            "schedule": library.Schedule(
+                list(case.lengths),
+                start_positions=list(case.positions),
+                drafts=case.drafts,
+                snapshot_every=case.snapshot_every,
+                snapshot_positions=case.snapshot_positions or None,
+                device=device,
+            )
+        }
+    if case.layout != "rows":
+        raise Unfit("only plans from lengths are made in a call")
+    prefixes = list(case.cached) if any(case.cached) else None
+    make = library.ExtendPlan.from_lengths
+    return lambda: {"plan": make(list(case.lengths), prefixes, device=device)}
+
+
+def _rule_arm(
+    library: Any,
+    name: str,
+    implementation: str | None,
+    steps: list[dict],
+    remade: Callable[[], dict[str, Any]],
+) -> Arm:
     *earlier, last = steps
     for step in earlier:
         library.gated_delta_rule(**step, implementation=implementation)
@@ -64,7 +101,7 @@ def _rule_arm(library: Any, name: str, implementation: str | None, steps: list[d
 
     return Arm(
         name,
-        lambda: library.gated_delta_rule(**last, implementation=implementation),
+        lambda: library.gated_delta_rule(**last | remade(), implementation=implementation),
         outputs,
         _restoring(state),
     )

@@ -1,0 +1,314 @@
+"""`headstart bench`: arms that are right are timed, all others are reported."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import headstart as package
+from headstart.cli.commands import headstart
+from headstart.evidence import arms, cases
+from headstart.evidence.arms.copies import loaded_copy, renamed
+from headstart.evidence.benching import NOISE, SOURCE, CaseResult, Sources, bench_case
+from headstart.evidence.runs import load
+from headstart.evidence.stages import StagesResult, stages_of_case, variants
+from headstart.evidence.timing import Ceilings, measure_ceilings
+
+CPU = torch.device("cpu")
+TINY = "gdn-1x1-small"
+
+
+def run(*arguments):
+    return CliRunner().invoke(headstart, ["bench", *arguments], prog_name="headstart")
+
+
+def by_arm(result):
+    return {arm.arm: arm for arm in result.arms}
+
+
+def bench(case, *names, **options):
+    with Sources(names) as sources:
+        return bench_case(
+            cases.get(case) if isinstance(case, str) else case,
+            names,
+            sources,
+            device=CPU,
+            rounds=options.pop("rounds", 4),
+            ceilings=Ceilings(copy_rate=1e9, matmul_rate=1e10),
+            **options,
+        )
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    """Puts a made-up module in the place of a peer's."""
+
+    def install(name, **attributes):
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return install
+
+
+def recurrence(q, k, v, g, beta, initial_state=None, output_final_state=False, **more):
+    """What fla's function computes, by headstart's reference."""
+    found = package.gated_delta_rule(
+        *(row.flatten(0, 1) for row in (q, k, v, g, beta)),
+        schedule=[q.shape[1]] * q.shape[0],
+        state=initial_state,
+        return_state=True,
+        implementation="reference",
+    )
+    return found.o.view(v.shape), found.state
+
+
+def test_arms_are_checked_timed_and_compared():
+    found = bench("gdn-1x128-small", "torch", "reference", "transformers", rounds=6)
+    assert [arm.arm for arm in found.arms] == ["torch", NOISE, "reference", "transformers"]
+    for arm in found.arms:
+        assert arm.status == "timed", arm.sentence
+        assert len(arm.device_ms) == 6
+        assert min(arm.device_ms) > 0
+        assert {one.output for one in arm.accuracy} == {"o", "state"}
+        assert all(one.last_half <= one.allowed for one in arm.accuracy)
+        assert arm.floor_share == pytest.approx(found.floor_ms / arm.median_ms)
+    base, again, slow, _ = found.arms
+    assert base.ratio is None
+    assert again.note == "torch, separately loaded and compiled"
+    assert (again.served, slow.served) == ("torch", "reference")
+    # 128 single steps against two chunks.
+    assert slow.ratio.low > 1
+    case = cases.get("gdn-1x128-small")
+    assert (found.floor_bytes, found.floor_operations) == case.floor()
+    assert found.floor_ms == pytest.approx(
+        1000 * max(found.floor_bytes / 1e9, found.floor_operations / 1e10)
+    )
+
+
+def test_a_wrong_arm_is_reported_and_not_timed(peer):
+    def wrong(*args, **options):
+        o, state = recurrence(*args, **options)
+        return 0.99 * o, state
+
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=wrong)
+    found = by_arm(bench("gdn-1x128-small", "torch", "fla"))
+    assert found["fla"].status == "wrong"
+    assert "o: relative 0.01" in found["fla"].sentence
+    assert found["fla"].device_ms == ()
+    assert found["fla"].ratio is None
+    assert found["torch"].status == "timed"
+
+
+def test_a_right_peer_is_timed_on_its_own_layout(peer):
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=recurrence)
+    found = by_arm(bench("gdn-1x128-small", "torch", "fla"))
+    assert found["fla"].status == "timed", found["fla"].sentence
+    assert {one.output for one in found["fla"].accuracy} == {"o", "state"}
+
+
+def test_flashinfer_gets_decay_itself_and_value_major_states(peer):
+    seen = {}
+
+    def rule(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, output,
+             output_state, max_seqlen):  # fmt: skip
+        seen.update(g=g, state=initial_state, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        o, state = recurrence(
+            q[None], k[None], v[None], g.log()[None], beta[None],
+            initial_state.transpose(-1, -2).contiguous(),
+        )  # fmt: skip
+        output.copy_(o[0])
+        output_state.copy_(state.transpose(-1, -2))
+        return output, output_state
+
+    peer("flashinfer.gdn_prefill", chunk_gated_delta_rule=rule)
+    found = by_arm(bench("gdn-1x128-small", "torch", "flashinfer"))
+    assert found["flashinfer"].status == "timed", found["flashinfer"].sentence
+    assert 0 <= seen["g"].min() <= seen["g"].max() <= 1
+    assert seen["max_seqlen"] == 128
+    assert seen["cu_seqlens"].tolist() == [0, 128]
+    assert seen["state"].is_contiguous()
+
+
+def test_an_arm_that_raises_is_a_result(peer):
+    def raises(*args, **options):
+        raise RuntimeError("no kernel image")
+
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=raises)
+    found = by_arm(bench("gdn-1x128-small", "torch", "fla"))
+    assert found["fla"].status == "failed"
+    assert "no kernel image" in found["fla"].sentence
+
+
+def test_missing_and_unfit_peers_say_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_qla", None)
+    found = by_arm(bench("gdn-1x128-small", "torch", "flashqla", "fa4"))
+    assert (found["flashqla"].status, found["fa4"].status) == ("missing", "declined")
+    assert "flash_qla" in found["flashqla"].sentence
+    assert "softmax attention" in found["fa4"].sentence
+
+
+def test_peers_load_only_for_their_arm():
+    code = (
+        "import sys; from headstart.evidence import arms, benching, cases; "
+        "arms.build('torch', cases.get('gdn-1x1-small'), 'cpu'); "
+        "print(sorted(set(sys.modules) & {'transformers', 'fla', 'flashinfer', 'sglang'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("id", ["gdn-residual-512-small", "gdn-decode-64-small", "gdn-pool-small"])
+def test_calls_that_change_memory_start_from_the_same_memory(id):
+    arm = arms.build("torch", cases.get(id), CPU)
+    first = {name: values.clone() for name, values in arm.outputs(arm.call()).items()}
+    arm.restore()
+    again = arm.outputs(arm.call())
+    assert {"o", "state"} <= set(first)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_plain_peer_starts_where_a_cached_tail_ends(peer):
+    peer("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=recurrence)
+    case = cases.get("gdn-decode-64-small")
+    found = by_arm(bench(case, "torch", "fla", rounds=3, noise_floor=False))
+    assert found["fla"].status == "timed", found["fla"].sentence
+    assert "plain states" in found["fla"].note
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_an_arm_without_sinks_runs_the_sibling(name):
+    case = _sinks_without_prefix()
+    found = by_arm(bench(case, "torch", name, rounds=3, noise_floor=False))
+    assert found[name].status == "timed", found[name].sentence
+    assert found[name].note.startswith("the case without sinks")
+
+
+def _sinks_without_prefix():
+    return next(
+        case
+        for case in cases.catalogue("extend_attention")
+        if case.sinks and not any(case.cached) and case.window is None
+        and case.id.endswith("-small") and len(set(case.lengths)) == 1 and case.lengths[0] > 64
+    )  # fmt: skip
+
+
+def test_ids_of_flashinfer_bench_are_accepted():
+    assert cases.get("gdn_prefill_qk8_v16_d128_k_last").id == "gdn-qk8-v16-8k"
+
+
+def test_a_copy_shares_nothing_with_the_original():
+    with loaded_copy(SOURCE, "headstart_of_a_test") as name:
+        copied = __import__(name)
+        assert copied.gated_delta_rule is not package.gated_delta_rule
+        q = torch.ones(4, 1, 16)
+        found = copied.gated_delta_rule(q, q, q, None, None)
+        assert type(found).__module__.startswith(name)
+        loaded = {module for module in sys.modules if module.startswith(name)}
+        assert f"{name}.ops.gated_delta_rule.decomposed" in loaded
+    assert not any(module.startswith("headstart_of_a_test") for module in sys.modules)
+
+
+def test_renaming_touches_imports_and_places_only():
+    text = '"headstart" \nfrom headstart.a import b\n"headstart.ops:x"\nHEADSTART_CHECK headstarter'
+    assert renamed(text, "two") == (
+        '"headstart" \nfrom two.a import b\n"two.ops:x"\nHEADSTART_CHECK headstarter'
+    )
+
+
+def test_ceilings_are_rates_of_this_machine():
+    found = measure_ceilings(CPU, torch.float32)
+    assert 1e8 < found.copy_rate < 1e13
+    assert 1e8 < found.matmul_rate < 1e14
+    assert found.floor(int(found.copy_rate), 0) == pytest.approx(1000, rel=1e-6)
+    assert found.floor(0, int(found.matmul_rate)) == pytest.approx(1000, rel=1e-6)
+
+
+def test_command_prints_and_writes_a_run(tmp_path):
+    file = tmp_path / "bench.json"
+    result = run(
+        TINY, "--arms", "torch,fa4", "--rounds", "3", "--device", "cpu", "--json", str(file)
+    )
+    assert result.exit_code == 0, result.output
+    assert f"{TINY} on cpu, bfloat16, 1 tokens, 3 rounds" in result.stdout
+    assert "noise floor (torch)" in result.stdout
+    written = load(file, CaseResult, kind="bench")
+    assert [arm.status for arm in written.results[0].arms] == ["timed", "timed", "declined"]
+    assert written.options["arms"] == "torch,fa4"
+
+
+def test_command_exits_with_1_for_a_wrong_arm(peer):
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=lambda **o: (o["v"], None))
+    result = run("gdn-1x128-small", "--arms", "torch,fla", "--rounds", "3", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "wrong" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((TINY, "--arms", "torch,nobody"), "arm: expected one of ['headstart', 'hopper'"),
+        (("gdn-nxt-8k",), "case: no case is called 'gdn-nxt-8k'; near: gdn-next-8k"),
+        (("gpt-oss-20b",), "case: gpt-oss-20b is a whole model"),
+        ((TINY, "--arms", "torch,torch"), "arms: each once"),
+        ((TINY, "--check", "none"), "check: expected a positive number or all"),
+        ((TINY, "--device", "nowhere"), "device: nowhere"),
+        ((TINY, "--clock", "graph", "--device", "cpu"), "clock: graph needs a GPU"),
+        ((TINY, "--json", "/nowhere/a.json"), "json: no folder"),
+        (("stages", TINY, "--arms", "nobody"), "arm: expected one of"),
+        (("stages", TINY, "--against", "fla"), "against: expected one of the arms ['headstart']"),
+        (("stages", "gdn-nxt"), "case: no case is called"),
+    ],
+)
+def test_mistakes_give_one_line(arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_simulate_prints_coverage_and_width():
+    result = run("simulate", "--experiments", "40", "--rounds", "20")
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [row[:3] for row in rows[1:]] == [["percentile", "40", "20"], ["corrected", "40", "20"]]
+
+
+def test_stages_run_every_variant_and_compare():
+    case = cases.get("gdn-1x128-small")
+    found = stages_of_case(
+        case, ["torch", "reference", "fa4"], device=CPU, against="reference", rounds=3
+    )
+    mine = {one.variant: one for one in found if one.arm == "torch"}
+    assert set(mine) == {words for words, _ in variants(case, "torch")}
+    assert {"the case", "schedule made in the call", "states in a pool", "states in a cache",
+            "a snapshot at the end", "a snapshot every 64 tokens"} <= set(mine)  # fmt: skip
+    for one in mine.values():
+        assert one.sentence == ""
+        assert one.launches > 0
+        assert one.device_us > 0
+        assert one.wall_us >= one.launch_us > 0
+        assert one.copies_to_host == 0
+        assert sum(stage.microseconds for stage in one.stages) == pytest.approx(one.device_us)
+        assert one.against.rounds == 3
+    (base,) = (one for one in found if one.arm == "reference" and one.variant == "the case")
+    assert base.against is None
+    (unfit,) = (one for one in found if one.arm == "fa4")
+    assert unfit.sentence.startswith("declined: ")
+
+
+def test_stages_command_writes_a_run(tmp_path, capfd):
+    file = tmp_path / "stages.json"
+    result = run(
+        "stages", TINY, "--arms", "torch", "--rounds", "3", "--device", "cpu", "--json", str(file)
+    )
+    assert result.exit_code == 0, result.output
+    assert "Summary" in result.stdout
+    assert "profiler_start" not in capfd.readouterr().err
+    written = load(file, StagesResult, kind="stages")
+    assert written.results[0].case == TINY
+    assert json.loads(file.read_text())["schema_version"] == 1
