@@ -22,6 +22,8 @@ OPERATIONS = ("gated_delta_rule", "extend_attention")
 AGAINST = ("reference", "onnxruntime", "transformers", "fla", "flashinfer", "sdpa")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 PARTS = {
+    "bits": "headstart.cli.verify_promises",
+    "transcript": "headstart.cli.verify_promises",
     "tiles": "headstart.cli.verify_tiles",
 }
 """Subcommand -> the module that has it, as an attribute of the same name."""

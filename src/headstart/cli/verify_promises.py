@@ -1,0 +1,164 @@
+"""`headstart verify bits` and `headstart verify transcript`: the promises, one command each."""
+
+from __future__ import annotations
+
+import click
+
+from headstart.cli.commands import need
+from headstart.cli.verify import OPERATIONS, device_option, implementations, place, report_failures
+
+json_option = click.option(
+    "--json", "json_file", metavar="FILE", help="Write what was found there."
+)
+
+
+@click.command()
+@click.option("--op", type=click.Choice(OPERATIONS), help="Only one operation.")
+@click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
+@device_option
+@json_option
+@click.pass_context
+def bits(
+    ctx: click.Context, op: str | None, implementation: str, device: str, json_file: str | None
+) -> None:
+    """Compare bits: splits, hits, batches, heads, drafts and pages against a cold prefill.
+
+    Exits with 1 if one bit differs.
+    """
+    need("evidence", "pydantic", "numpy")
+    from headstart.cli.prefill import progress_bar
+    from headstart.cli.printing import print_table
+    from headstart.evidence import runs
+    from headstart.evidence.verify.bits import CHECKS, verify_bits
+
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    where = place(device)
+    found = []
+    for operation in [op] if op else OPERATIONS:
+        _, forms, checks = CHECKS[operation]
+        for name in implementations(operation, implementation):
+            with progress_bar(f"{operation} {name}", len(forms) * len(checks)) as show:
+                found += verify_bits(operation, name, device=where, progress=show)
+    _expect_some([one.declined for one in found])
+    print_table(
+        ("operation", "implementation", "check", "form", "compared", "differing", ""),
+        [
+            (
+                one.op,
+                one.implementation,
+                one.check,
+                one.form,
+                one.compared,
+                one.differing,
+                one.declined or ("pass" if one.passed else f"FAIL: {one.where}"),
+            )
+            for one in found
+        ],
+    )
+    if json_file is not None:
+        runs.save(json_file, "bits", found, {"op": op, "implementation": implementation})
+    ctx.exit(
+        report_failures(
+            f"{one.op}: {one.implementation}: {one.check}, {one.form}: {one.differing} of "
+            f"{one.compared} tensors differ, the first: {one.where}"
+            for one in found
+            if not one.passed
+        )
+    )
+
+
+@click.command()
+@click.option("--implementation", default="torch", show_default=True, metavar="NAME|all")
+@device_option
+@click.option("--count", type=click.IntRange(min=1), default=12, show_default=True,
+              help="Transcripts.")  # fmt: skip
+@click.option("--turns", type=click.IntRange(min=1), default=40, show_default=True,
+              help="Random events of each.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the first transcript.")
+@click.option("--convolution/--no-convolution", default=True, help="Keep its histories too.")
+@json_option
+@click.pass_context
+def transcript(
+    ctx: click.Context,
+    implementation: str,
+    device: str,
+    count: int,
+    turns: int,
+    seed: int,
+    convolution: bool,
+    json_file: str | None,
+) -> None:
+    """Replay random transcripts of an engine in float64: state, history, output and bits.
+
+    They step, decode, verify k drafts and accept j, keep and evict snapshots, reuse slots, restore,
+    preempt, move out and in, and cancel. Exits with 1 if one is not as the replay says.
+    """
+    need("evidence", "pydantic", "numpy")
+    from headstart.cli.prefill import progress_bar
+    from headstart.cli.printing import print_table
+    from headstart.evidence import runs
+    from headstart.evidence.verify.transcript import FORMS, verify_transcript
+    from headstart.runtime.dispatch import Declined
+
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    where, forms = place(device), list(FORMS)
+    found, declined = [], []
+    for name in implementations("gated_delta_rule", implementation):
+        with progress_bar(f"transcripts of {name}", count) as show:
+            for n in range(count):
+                try:
+                    found.append(
+                        verify_transcript(
+                            name,
+                            forms[n % len(forms)],
+                            seed + n,
+                            convolution=convolution,
+                            turns=turns,
+                            device=where,
+                        )
+                    )
+                except Declined as reason:
+                    declined.append((name, str(reason)))
+                    break
+                show(n + 1)
+    if not found:
+        raise ValueError(f"nothing was verified: {declined[0][1]}")
+    events = sorted({event for one in found for event in one.events})
+    print_table(
+        ("implementation", "form", "seed", "rows", "of tolerance", ""),
+        [
+            (
+                one.implementation,
+                one.form,
+                one.seed,
+                one.rows,
+                f"{one.excess:.0%}",
+                f"FAIL: {one.failure}" if one.failure else "pass",
+            )
+            for one in found
+        ],
+    )
+    print()
+    print_table(
+        ("event", "times"), [(e, sum(one.events.get(e, 0) for one in found)) for e in events]
+    )
+    if declined:
+        print()
+        print_table(("implementation", "left out"), declined)
+    if json_file is not None:
+        options = {"implementation": implementation, "count": count, "turns": turns, "seed": seed}
+        runs.save(json_file, "transcript", found, options)
+    ctx.exit(
+        report_failures(
+            f"transcript {one.seed} ({one.form}): {one.implementation}: {one.failure}"
+            for one in found
+            if one.failure
+        )
+    )
+
+
+def _expect_some(declined: list[str | None]) -> None:
+    if declined and all(sentence is not None for sentence in declined):
+        raise ValueError(f"nothing was verified: {declined[0]}")
