@@ -41,7 +41,7 @@ $(READY): requirements-dev.txt pyproject.toml
 prefill: $(READY)  ## the main job: prefill the shipped sample, compared and from a prefix hit (MODEL=, PROMPT=)
 	$(BIN)/headstart prefill --model $(MODEL) --prompt-file "$(PROMPT)" --compare --prefix-cache
 
-test: lint types pytest test-interpret  ## lint, type check, all tests and the docstring examples
+test: lint types pytest  ## lint, type check, all tests and the docstring examples
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check

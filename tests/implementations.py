@@ -52,4 +52,4 @@ def by_name(function, implementation):
 
 def examples(count: int) -> int:
     """Drawn examples of a test: fewer in the interpreter, which takes milliseconds a program."""
-    return max(1, count // 10) if INTERPRETED else count
+    return max(1, count // 6) if INTERPRETED else count

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from tests.ops.convolution.oracle import draw
-from tests.ops.gated_delta_rule.test_foreign_oracles import onnx_run
 from torch.nn import functional
+
+from headstart.evidence.oracles.onnx import onnx_run
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 

@@ -9,6 +9,10 @@ inputs alone. The first tile of a sequence is the only program that reads its hi
 that writes it, after a barrier; snapshots that see nothing but x are copied by further programs.
 """
 
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -175,11 +179,10 @@ def convolve_kernel(
     starts = offsets + count + 1
     firsts = starts + count
     positions = firsts + count + 1
+    index = tl.maximum(i - tiles, 0)
     if i < tiles:
         n = _find(offsets, count, i, rows)
-        index = 0
     else:
-        index = i - tiles
         n = tl.load(positions + snapshots + index)
     row = tl.load(offsets + n)
     known = n < count
@@ -222,7 +225,7 @@ def convolve_kernel(
     elif n == count:
         # Rows of nobody.
         begin = row + (i - (row // rows + n)) * rows
-        for t in range(0, tl.minimum(rows, tokens - begin)):
+        for t in range(tl.minimum(rows, tokens - begin)):
             p_y = y + (begin + t).to(tl.int64) * y_row
             tl.store(p_y + o_c, tl.zeros([BC], y.dtype.element_ty), mask=m_c)
     else:

@@ -7,6 +7,9 @@ stride is such a block and every pointer aligned (else the tensor is copied firs
 sizes nothing is. The bits of a row then depend on that row and the types alone.
 """
 
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
