@@ -15,6 +15,10 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDelta, GatedDeltaCall
 from headstart.ops.gated_delta_rule.stores import Stores
+from headstart.ops.gated_delta_rule.triton.channel import (
+    channel_configuration,
+    prepare_channels_kernel,
+)
 from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
 from headstart.runtime.dispatch import Implementation
@@ -24,6 +28,14 @@ SCRATCH = 96 * 2**20
 """Bytes of scratch that a span of chunks may take."""
 
 INTERPRETED = triton.knobs.runtime.interpret
+
+
+def padded(size: int) -> int:
+    """Columns of a tile of `size` channels: a power of two, at least 64.
+
+    Triton 3.6 reads outside shared memory in some products over rows of less than 128 bytes.
+    """
+    return max(64, triton.next_power_of_2(size))
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,8 @@ class Config:
 
 def configuration(K: int, V: int, dtype: torch.dtype) -> Config:
     """The one configuration of a kind of call; it never depends on lengths or on the batch."""
-    BV = min(64, triton.next_power_of_2(V))
     wide = dtype == torch.float32 or K > 128
-    return Config(BV=BV, prepare_warps=4, scan_warps=4, stages=1 if wide else 3)
+    return Config(BV=64, prepare_warps=4, scan_warps=4, stages=1 if wide else 3)
 
 
 def declines(call: GatedDeltaCall) -> str | None:
@@ -58,8 +69,6 @@ def declines(call: GatedDeltaCall) -> str | None:
             return "Triton's interpreter computes bfloat16 products wrongly."
     if not (16 <= K <= 256 and 16 <= V <= 256):
         return f"K and V must lie in [16, 256], got {K} and {V}."
-    if call.per_channel:
-        return "a decay per channel is not written yet."
     return None
 
 
@@ -87,17 +96,28 @@ class Scratch:
         H, HV, K, V = self.call.sizes
         I, N, C, f = self.items, self.call.schedule.slot_count(self.call.schedule.N, 0), CHUNK, torch.float32
         kind = self.call.q.dtype
-        BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+        BK, BV = padded(K), padded(V)
         shapes = {
             "W": ((I * HV * C, BK), kind),
             "U": ((I * HV * C, BV), kind),
             "P": ((I * HV * C, C), kind),
             "from_start": ((I, HV, C), f),
-            "to_end": ((I, HV, C), f),
         }
+        cached = isinstance(self.call.state, CacheSlots)
+        if self.call.per_channel:
+            # Tiles of q and k carry their value head's decay; a tail takes k as it was.
+            shapes |= {name: ((I * HV * C, BK), kind) for name in ("q_tiles", "k_tiles")}
+            shapes["whole_decay"] = ((I, HV, BK), f)
+            if cached:
+                shapes["keys"] = ((I * H * C, BK), kind)
+                shapes["log_decays"] = ((I * HV * C, BK), f)
+                shapes["strengths"] = ((I, HV, C), f)
+                shapes["base"] = ((N, HV), torch.int32)
+            return shapes
+        shapes["to_end"] = ((I, HV, C), f)
         if self.tiles:
             shapes |= {name: ((I * H * C, BK), kind) for name in ("q_tiles", "k_tiles")}
-        if isinstance(self.call.state, CacheSlots):
+        if cached:
             shapes |= {name: ((I, HV, C), f) for name in ("log_decays", "strengths")}
             shapes["base"] = ((N, HV), torch.int32)
         return shapes
@@ -234,10 +254,10 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
     tails = [cache.get(name) for name in ("tail_k", "tail_v", "tail_decay", "tail_beta")]
     tail_strides = [stride(tail, axis) for tail in tails for axis in (0, 1)]
     tail_rows = call.state.cache.tail_rows if cached else 1
-    BK, BV = triton.next_power_of_2(K), config.BV
+    BK, BV = padded(K), config.BV
     precise = "tf32" if q.dtype != torch.float32 else _float32_precision(call.device)
     sequences, items = plan.table.sequences, plan.table.items
-    tiles = plan.scratch.tiles
+    tiles = plan.scratch.tiles or call.per_channel
     if tiles:
         queries, keys = (
             TensorDescriptor.from_tensor(scratch[name], [CHUNK, BK])
@@ -248,7 +268,28 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
 
     for parity, first in enumerate(range(0, max(1, plan.items), plan.span)):
         last = min(plan.items, first + plan.span)
-        if last > first:
+        if last > first and call.per_channel:
+            blocks = channel_configuration(q.dtype)
+            prepare_channels_kernel[(HV, last - first)](
+                q, k, v, own(g), own(beta), own(gate.a_log), own(gate.dt_bias),
+                sequences, items, own(read), own(cache.get("position")),
+                *(own(tail) for tail in tails),
+                scratch["W"], scratch["U"], scratch["P"],
+                scratch["q_tiles"], scratch["k_tiles"],
+                scratch["from_start"], scratch["whole_decay"], own(tile("keys")),
+                own(tile("log_decays")), own(tile("strengths")), own(tile("base")),
+                first, call.scale, gate.lower_bound or 0.0,
+                q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                stride(g, 0), stride(g, 1), stride(g, 2), stride(beta, 0), stride(beta, 1),
+                stride(gate.dt_bias, 0), stride(gate.dt_bias, 1),
+                stride(cache.get("position"), 0), *tail_strides, tail_rows,
+                H=H, HV=HV, K=K, V=V, BK=BK, BV=padded(V),
+                BC=blocks.BC, GATE=kind, BETA=gate.beta, HAS_G=g is not None,
+                HAS_BETA=beta is not None, HAS_BIAS=gate.dt_bias is not None,
+                NORMALISE=call.qk_l2norm, CACHED=cached, PRECISION=precise,
+                num_warps=blocks.warps, enable_fp_fusion=False,
+            )
+        elif last > first:
             prepare_kernel[(HV, last - first)](
                 q, k, v, own(g), own(beta), own(gate.a_log), own(gate.dt_bias),
                 sequences, items, own(read), own(cache.get("position")),
@@ -261,7 +302,7 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
                 q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 stride(g, 0), stride(g, 1), stride(beta, 0), stride(beta, 1),
                 stride(cache.get("position"), 0), *tail_strides, tail_rows,
-                H=H, HV=HV, K=K, V=V, BK=BK, BV=triton.next_power_of_2(V),
+                H=H, HV=HV, K=K, V=V, BK=BK, BV=padded(V),
                 GATE=kind, BETA=gate.beta, HAS_G=g is not None, HAS_BETA=beta is not None,
                 HAS_BIAS=gate.dt_bias is not None, NORMALISE=call.qk_l2norm, CACHED=cached,
                 TILES=tiles, PRECISION=precise, num_warps=config.prepare_warps,
@@ -272,8 +313,8 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
             TensorDescriptor.from_tensor(scratch["W"], [CHUNK, BK]),
             TensorDescriptor.from_tensor(scratch["U"], [CHUNK, BV]),
             TensorDescriptor.from_tensor(scratch["P"], [CHUNK, CHUNK]),
-            own(tile("k_tiles")),
-            scratch["from_start"], scratch["to_end"],
+            own(tile("keys" if call.per_channel else "k_tiles")),
+            scratch["from_start"], own(tile("to_end")), own(tile("whole_decay")),
             own(tile("log_decays")), own(tile("strengths")), own(tile("base")), carry,
             sequences, items, own(old), own(read), own(present), own(new), own(write),
             own(kept), own(kept_slots), own(kept_cache.get("position")), own(kept_cache.get("end")),
@@ -287,7 +328,8 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
             HAS_READ=read is not None, HAS_PRESENT=present is not None,
             HAS_NEW=new is not None and not cached, HAS_WRITE=write is not None,
             HAS_SNAPSHOTS=kept is not None, HAS_SNAPSHOT_SLOTS=kept_slots is not None,
-            SNAPSHOTS_CACHED=bool(kept_cache), CACHED=cached, TILES=tiles, PRECISION=precise,
+            SNAPSHOTS_CACHED=bool(kept_cache), CACHED=cached, TILES=tiles,
+            PER_CHANNEL=call.per_channel, PRECISION=precise,
             STAGES=config.stages, num_warps=config.scan_warps, enable_fp_fusion=False,
         )
 

@@ -37,6 +37,7 @@ def scan_kernel(
     k_tiles,
     from_start,
     to_end,
+    whole_decay,
     log_decays,
     strengths,
     base,
@@ -107,6 +108,7 @@ def scan_kernel(
     SNAPSHOTS_CACHED: tl.constexpr,
     CACHED: tl.constexpr,
     TILES: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -198,7 +200,11 @@ def scan_kernel(
         w = W.load([tile * 64, 0])
         u = U.load([tile * 64, block * BV])
         p = P.load([tile * 64, 0])
-        if TILES:
+        if PER_CHANNEL:
+            # Decayed already, so of every value head: Gamma_Ci k and Gamma_i0 q.
+            kk = k.load([tile * 64, 0])
+            qq = q.load([tile * 64, 0])
+        elif TILES:
             kk = k.load([key_tile * 64, 0])
             qq = q.load([key_tile * 64, 0])
         else:
@@ -210,13 +216,17 @@ def scan_kernel(
             )
             qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
         inside = tl.load(from_start + tile * 64 + rows) * scale
-        outside = tl.load(to_end + tile * 64 + rows)
         whole = tl.load(from_start + tile * 64 + 63)
+        if PER_CHANNEL:
+            whole = whole * tl.load(whole_decay + tile * BK + ck)[None, :]
+        else:
+            outside = tl.load(to_end + tile * 64 + rows)
         s = S.to(dtype)
         x = tl.dot(s, tl.trans(w), input_precision=PRECISION)
         y = tl.dot(s, tl.trans(qq), input_precision=PRECISION)
         v_new = tl.trans(u).to(tl.float32) - x
-        S = tl.dot((v_new * outside[None, :]).to(dtype), kk, S * whole, input_precision=PRECISION)
+        update = v_new if PER_CHANNEL else v_new * outside[None, :]
+        S = tl.dot(update.to(dtype), kk, S * whole, input_precision=PRECISION)
         out = tl.dot(
             v_new.to(dtype), tl.trans(p), y * inside[None, :], input_precision=PRECISION
         )
@@ -296,11 +306,18 @@ def scan_kernel(
                                 keys,
                                 mask=new[:, None] & in_k,
                             )
-                        tl.store(
-                            tail_decay + write * tail_decay_slot + head * tail_decay_head + ring,
-                            tl.load(log_decays + tile * 64 + rows),
-                            mask=new,
-                        )
+                        decays = tail_decay + write * tail_decay_slot + head * tail_decay_head
+                        if PER_CHANNEL:
+                            square = tile * (64 * BK) + rows[:, None] * BK + ck[None, :]
+                            tl.store(
+                                decays + ring[:, None] * K + ck[None, :],
+                                tl.load(log_decays + square, mask=in_k),
+                                mask=new[:, None] & in_k,
+                            )
+                        else:
+                            tl.store(
+                                decays + ring, tl.load(log_decays + tile * 64 + rows), mask=new
+                            )
                         tl.store(
                             tail_beta + write * tail_beta_slot + head * tail_beta_head + ring,
                             tl.load(strengths + tile * 64 + rows),

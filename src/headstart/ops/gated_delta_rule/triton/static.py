@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
-from headstart.ops.gated_delta_rule.triton.call import configuration
+from headstart.ops.gated_delta_rule.triton.call import configuration, padded
+from headstart.ops.gated_delta_rule.triton.channel import (
+    channel_configuration,
+    prepare_channels_kernel,
+)
 from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
 from headstart.runtime.static import StaticKernel, Target
@@ -18,6 +21,7 @@ SIZES = ((128, 128, torch.bfloat16), (128, 128, torch.float16), (128, 128, torch
          (64, 64, torch.bfloat16), (256, 256, torch.bfloat16))
 FLOATS = {
     "g", "beta", "a_log", "dt_bias", "tail_decay", "tail_beta", "from_start", "to_end",
+    "whole_decay", "clean_rows", "whole",
     "log_decays", "strengths", "carry", "old_state", "new_state", "snapshots", "scale",
     "lower_bound",
 }  # fmt: skip
@@ -27,8 +31,9 @@ INTEGERS = {
 }  # fmt: skip
 ROWS = {
     "q", "k", "v", "o", "W", "U", "P", "q_tiles", "k_tiles", "tail_k", "tail_v",
+    "keys",
 }  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v"}
+ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v", "g_channel", "bias_channel"}
 
 
 def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
@@ -36,7 +41,7 @@ def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[
     for name in fn.arg_names:
         if name.isupper() and name not in ROWS:
             continue
-        tiles = constexprs["TILES"]
+        tiles = constexprs.get("TILES")
         if fn is scan_kernel and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
             columns = {"U": constexprs["BV"], "P": 64}.get(name, constexprs["BK"])
             block = f"64,1,{columns}" if name == "q" and not tiles else f"64,{columns}"
@@ -68,33 +73,44 @@ def kernels(target: Target) -> list[StaticKernel]:
         precision = "tf32"
         if dtype == torch.float32:
             precision = "tf32x3" if target.backend == "cuda" else "ieee"
-        BK = triton.next_power_of_2(K)
+        BK = padded(K)
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
-                "PRECISION": precision,
+                "PER_CHANNEL": False, "PRECISION": precision,
+            }  # fmt: skip
+            blocks = channel_configuration(dtype)
+            gates = {
+                "BV": padded(V), "GATE": "raw" if cached else "log",
+                "BETA": "logit" if cached else "value", "HAS_G": True, "HAS_BETA": True,
+                "HAS_BIAS": cached, "NORMALISE": cached,
+            }  # fmt: skip
+            channels = {"BC": blocks.BC, "GATE": "bounded" if cached else "log"}
+            scan = {
+                "BV": config.BV, "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
+                "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
+                "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
             }  # fmt: skip
             for fn, own, warps, stages in (
-                (prepare_kernel, {
-                    "BV": triton.next_power_of_2(V), "GATE": "raw" if cached else "log",
-                    "BETA": "logit" if cached else "value", "HAS_G": True, "HAS_BETA": True,
-                    "HAS_BIAS": cached, "NORMALISE": cached,
-                }, config.prepare_warps, 2),
-                (scan_kernel, {
-                    "BV": config.BV, "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
-                    "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
-                    "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
-                    "STAGES": config.stages,
-                }, config.scan_warps, 2),
+                (prepare_kernel, gates, config.prepare_warps, 2),
+                (prepare_channels_kernel, gates | channels, blocks.warps, 2),
+                (scan_kernel, scan, config.scan_warps, 2),
+                (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.scan_warps, 2),
             ):  # fmt: skip
-                signature, attrs = _signature(fn, NAMES[dtype], {**sizes, **own})
+                constexprs = {
+                    name: value
+                    for name, value in {**sizes, **own}.items()
+                    if name in fn.arg_names
+                }
+                signature, attrs = _signature(fn, NAMES[dtype], constexprs)
+                name = fn.__name__.removesuffix("_kernel")
+                name += "_channels" if constexprs.get("PER_CHANNEL") else ""
                 found.append(
                     StaticKernel(
-                        name=f"{fn.__name__.removesuffix('_kernel')}-K{K}-V{V}-{NAMES[dtype]}"
-                        f"{'-cache' if cached else ''}",
+                        name=f"{name}-K{K}-V{V}-{NAMES[dtype]}{'-cache' if cached else ''}",
                         fn=fn,
                         signature=signature,
-                        constexprs={**sizes, **own},
+                        constexprs=constexprs,
                         num_warps=warps,
                         num_stages=stages,
                         has_product=True,

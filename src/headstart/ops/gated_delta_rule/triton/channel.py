@@ -1,0 +1,310 @@
+"""`prepare` for a decay per channel: per chunk and value head, whatever does not depend on S.
+
+    A = strict_lower(beta_i sum_c k_ic k_jc Gamma_ijc)      T = (I + A)^-1      U = T beta v
+    W = T beta Gamma_i0 k      P = scale tril(sum_c q_ic k_jc Gamma_ijc)
+    stored beside them: Gamma_i0 q, Gamma_Ci k and, per channel in float32, Gamma_C0
+
+[Kimi Linear, arXiv 2510.26692.] Gamma depends on the channel, so the keys carry it: exp(G_i - G_j)
+= exp(G_i - G_b) exp(G_b - G_j) with a border b between, both exponents <= 0. The border of (i, j)
+lies between the two neighbouring blocks of 1, 2, 4, ... 32 rows that hold i and j: six products of
+[64, K], each keeping the pairs of one size. One tile serves both sides of a product, since a row is
+either right or left of its border. Sums start anew in every block, so that a row's sums look at no
+later row than its border, and nothing is ever subtracted: -inf is exact.
+From the first row on that is not finite, rows count as empty here and `clean_rows` is NaN, not 1,
+which later makes those outputs and all later states NaN and leaves earlier rows alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headstart.ops.gated_delta_rule.triton.gates import log_decay, strength
+from headstart.ops.gated_delta_rule.triton.inverse import unit_lower_inverse
+from headstart.ops.gated_delta_rule.triton.prepare import precise_dot
+
+VARYING = ("first_item",)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class ChannelConfig:
+    """How `prepare_channels_kernel` is built for a dtype: columns at a time, warps."""
+
+    BC: int
+    warps: int
+
+
+def channel_configuration(dtype: torch.dtype) -> ChannelConfig:
+    """The one configuration of a kind of call: products over rows of 128 bytes."""
+    return ChannelConfig(BC=32 if dtype == torch.float32 else 64, warps=4)
+
+
+@triton.jit
+def not_finite(x):
+    """1 for every row of x that holds a NaN or an infinity, else 0."""
+    return tl.max(tl.where(x.to(tl.float32) * 0.0 != 0.0, 1, 0), 1)
+
+
+@triton.jit
+def siblings(totals, LEVEL: tl.constexpr):
+    """For every one of 64 rows the total of the neighbour of its block of 2^LEVEL rows.
+
+    totals: of each block, [64 / 2^LEVEL, columns]. Returns also the totals of the joined blocks.
+    """
+    SIZE: tl.constexpr = 1 << LEVEL
+    PAIRS: tl.constexpr = 32 >> LEVEL
+    BC: tl.constexpr = totals.shape[1]
+    left, right = tl.split(tl.permute(tl.reshape(totals, (PAIRS, 2, BC)), (0, 2, 1)))
+    other = tl.permute(tl.join(right, left), (0, 2, 1))
+    other = tl.broadcast_to(tl.reshape(other, (PAIRS, 2, 1, BC)), (PAIRS, 2, SIZE, BC))
+    return tl.reshape(other, (64, BC)), left + right
+
+
+@triton.jit
+def prepare_channels_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    a_log,
+    dt_bias,
+    sequences,
+    items,
+    slots,
+    position,
+    tail_k,
+    tail_v,
+    tail_decay,
+    tail_beta,
+    W,
+    U,
+    P,
+    q_tiles,
+    k_tiles,
+    clean_rows,
+    whole,
+    keys,
+    log_decays,
+    strengths,
+    base,
+    first_item,
+    scale,
+    lower_bound,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    g_token,
+    g_head,
+    g_channel,
+    beta_token,
+    beta_head,
+    bias_head,
+    bias_channel,
+    position_slot,
+    tail_k_slot,
+    tail_k_head,
+    tail_v_slot,
+    tail_v_head,
+    tail_decay_slot,
+    tail_decay_head,
+    tail_beta_slot,
+    tail_beta_head,
+    tail_rows,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BC: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    HAS_G: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CACHED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per (value head, item); BC columns at a time."""
+    head = tl.program_id(0)
+    local = tl.program_id(1)
+    item = first_item + local
+    key_head = head // (HV // H)
+    n = tl.load(items + item * 4)
+    if n < 0:
+        return
+    low = tl.load(items + item * 4 + 1)
+    row = tl.load(sequences + n * 8)
+    start = tl.load(sequences + n * 8 + 1)
+    end = start + tl.load(sequences + n * 8 + 2)
+    dtype = k.dtype.element_ty
+    rows = tl.arange(0, 64)
+    at = low + rows
+    new = (at >= start) & (at < end)
+    source = tl.where(new, row + at - start, 0).to(tl.int64)
+    old = new & (rows < 0)
+    ring = rows
+    slot = tl.full((), 0, tl.int64)
+    if CACHED:
+        slot = tl.load(slots + n).to(tl.int64)
+        held = (slot >= 0) & (start > 0)
+        slot = tl.maximum(slot, 0)
+        P0 = start // 64 * 64
+        if held:
+            P0 = tl.load(position + slot * position_slot + head)
+        if item == tl.load(sequences + n * 8 + 4):
+            tl.store(base + n * HV + head, P0)
+        if low + 64 <= P0:
+            return
+        old = held & (at >= P0) & (at < start)
+        ring = (at % tail_rows).to(tl.int32)
+    tile = (local * HV + head).to(tl.int64)
+    cc = tl.arange(0, BC)
+    k_rows = k + source[:, None] * k_token + key_head * k_head + cc[None, :]
+    q_rows = q + source[:, None] * q_token + key_head * q_head + cc[None, :]
+    v_rows = v + source[:, None] * v_token + head * v_head + cc[None, :]
+    g_rows = g + source[:, None] * g_token + head * g_head + cc[None, :] * g_channel
+    k_tail = tail_k + slot * tail_k_slot + key_head * tail_k_head + ring[:, None] * K + cc[None, :]
+    v_tail = tail_v + slot * tail_v_slot + head * tail_v_head + ring[:, None] * V + cc[None, :]
+    g_tail = tail_decay + slot * tail_decay_slot + head * tail_decay_head
+    g_tail += ring[:, None] * K + cc[None, :]
+    square = tile * (64 * BK) + rows[:, None] * BK + cc[None, :]
+
+    b = tl.where(new, 1.0, 0.0)
+    if HAS_BETA:
+        b = tl.load(beta + source * beta_token + head * beta_head, mask=new, other=0.0)
+        b = tl.where(new, strength(b.to(tl.float32), BETA), 0.0)
+    if CACHED:
+        betas = tail_beta + slot * tail_beta_slot + head * tail_beta_head + ring
+        b = tl.where(old, tl.load(betas, mask=old, other=0.0), b)
+        tl.store(strengths + tile * 64 + rows, b)
+    spoiled = tl.where(b * 0.0 != 0.0, 1, 0)
+    for c in range(0, BV, BC):
+        in_v = (c + cc)[None, :] < V
+        vv = tl.load(v_rows + c, mask=new[:, None] & in_v, other=0.0)
+        if CACHED:
+            vv += tl.load(v_tail + c, mask=old[:, None] & in_v, other=0.0)
+        spoiled |= not_finite(vv)
+
+    k_norm = tl.full((64,), 1.0, tl.float32)
+    q_norm = tl.full((64,), 1.0, tl.float32)
+    if NORMALISE:
+        k_norm = tl.zeros((64,), tl.float32)
+        q_norm = tl.zeros((64,), tl.float32)
+        for c in range(0, BK, BC):
+            taken = new[:, None] & ((c + cc)[None, :] < K)
+            x = tl.load(k_rows + c, mask=taken, other=0.0).to(tl.float32)
+            k_norm += tl.sum(x * x, 1)
+            x = tl.load(q_rows + c, mask=taken, other=0.0).to(tl.float32)
+            q_norm += tl.sum(x * x, 1)
+        k_norm = tl.rsqrt(k_norm + 1e-6)
+        q_norm = tl.rsqrt(q_norm + 1e-6)
+
+    rate = 0.0
+    if GATE == "raw" or GATE == "bounded":
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    # Decays are needed again only where the chunk becomes the tail.
+    kept = low >= tl.load(sequences + n * 8 + 6)
+    lead = head % (HV // H) == 0
+    i = rows[:, None]
+    j = rows[None, :]
+    A = tl.zeros((64, 64), tl.float32)
+    p = tl.zeros((64, 64), tl.float32)
+    own = tl.zeros((64,), tl.float32)
+    for c in range(0, BK, BC):
+        in_k = (c + cc)[None, :] < K
+        taken = new[:, None] & in_k
+        kk = tl.load(k_rows + c, mask=taken, other=0.0)
+        qq = tl.load(q_rows + c, mask=taken, other=0.0)
+        if NORMALISE:
+            kk = (kk.to(tl.float32) * k_norm[:, None]).to(dtype)
+            qq = (qq.to(tl.float32) * q_norm[:, None]).to(dtype)
+        decay = tl.zeros((64, BC), tl.float32)
+        if HAS_G:
+            decay = tl.load(g_rows + c * g_channel, mask=taken, other=0.0).to(tl.float32)
+            bias = 0.0
+            if HAS_BIAS:
+                bias = tl.load(
+                    dt_bias + head * bias_head + (c + cc)[None, :] * bias_channel,
+                    mask=in_k,
+                    other=0.0,
+                ).to(tl.float32)
+            decay = tl.where(taken, log_decay(decay, rate, bias, lower_bound, GATE), 0.0)
+        if CACHED:
+            held_rows = old[:, None] & in_k
+            kk = tl.where(held_rows, tl.load(k_tail + c, mask=held_rows, other=0.0), kk)
+            decay = tl.where(held_rows, tl.load(g_tail + c, mask=held_rows, other=0.0), decay)
+            if kept:
+                tl.store(log_decays + square + c, decay)
+                if lead:
+                    key_tile = (local * H + key_head).to(tl.int64)
+                    square_k = key_tile * (64 * BK) + rows[:, None] * BK + cc[None, :]
+                    tl.store(keys + square_k + c, kk)
+        spoiled |= not_finite(kk) | tl.max(tl.where(decay != decay, 1, 0), 1)
+        kk = kk.to(tl.float32)
+        qq = qq.to(tl.float32)
+        own += tl.sum(qq * kk, 1)
+
+        # In units of log 2, within blocks that grow: up to and with each row; after it.
+        before = decay * LOG2E
+        after = tl.zeros((64, BC), tl.float32)
+        totals = before
+        for level in tl.static_range(6):
+            right = ((i >> level) & 1) == 1
+            reach = tl.exp2(tl.where(right, before, after))
+            k_side = (kk * reach).to(dtype)
+            q_side = (qq * reach).to(dtype)
+            pairs = (i > j) & (((i ^ j) >> level) == 1)
+            found = tl.dot(k_side, tl.trans(k_side), input_precision=PRECISION)
+            A += tl.where(pairs, found, 0.0)
+            found = tl.dot(q_side, tl.trans(k_side), input_precision=PRECISION)
+            p += tl.where(pairs, found, 0.0)
+            other, totals = siblings(totals, level)
+            before = tl.where(right, other + before, before)
+            after = tl.where(right, after, after + other)
+        reach = tl.exp2(before)
+        tl.store(q_tiles + square + c, (qq * reach).to(dtype))
+        tl.store(W + square + c, (kk * reach).to(dtype))
+        tl.store(k_tiles + square + c, (kk * tl.exp2(after)).to(dtype))
+        tl.store(whole + tile * BK + c + cc, tl.exp2(tl.reshape(totals, (BC,))))
+
+    # From the first row that is not finite on, rows count as empty.
+    clean = tl.min(tl.where(spoiled != 0, rows, 64), 0)
+    b = tl.where(rows < clean, b, 0.0)
+    tl.store(clean_rows + tile * 64 + rows, tl.where(rows < clean, 1.0, float("nan")))
+    p = tl.where(i == j, own[:, None], p)
+    p = tl.where((i >= j) & (j < clean), p * scale, 0.0)
+    tl.store(P + tile * 4096 + i * 64 + j, p.to(dtype))
+    A = tl.where((i > j) & (i < clean), A * b[:, None], 0.0)
+    if dtype == tl.float32:
+        T = unit_lower_inverse(A, tl.float32, PRECISION)
+    else:
+        T = unit_lower_inverse(A, tl.float16, PRECISION)
+    T = T * b[None, :]
+    fine = (rows < clean)[:, None]
+    for c in range(0, BV, BC):
+        in_v = (c + cc)[None, :] < V
+        vv = tl.load(v_rows + c, mask=new[:, None] & fine & in_v, other=0.0)
+        if CACHED:
+            held_rows = old[:, None] & fine & in_v
+            vv = tl.where(held_rows, tl.load(v_tail + c, mask=held_rows, other=0.0), vv)
+        u = precise_dot(T, vv, PRECISION)
+        tl.store(
+            U + tile * (64 * BV) + rows[:, None] * BV + c + cc[None, :],
+            u.to(dtype),
+            mask=(c + cc)[None, :] < BV,
+        )
+    # Gamma_i0 k waits where W goes, rather than in registers through the inverse.
+    tl.debug_barrier()
+    for c in range(0, BK, BC):
+        kk = tl.load(W + square + c, mask=fine, other=0.0)
+        w = precise_dot(T, kk, PRECISION)
+        tl.debug_barrier()
+        tl.store(W + square + c, w.to(dtype))
