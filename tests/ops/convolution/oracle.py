@@ -1,25 +1,12 @@
-"""The convolution in float64 over a whole sequence, and inputs to compute it from."""
+"""Inputs of the convolution, and how near its outputs must be to the float64 oracle."""
 
 import torch
 
 from headstart import DeltaCache
+from headstart.evidence.oracles.convolution import convolve as replay
+from headstart.evidence.oracles.convolution import history
 
-
-def replay(inputs, weight, bias=None, activation="silu"):
-    """Outputs [L, channels] of one sequence from its start, float64; inputs [L, channels]."""
-    inputs, weight = inputs.double(), weight.double()
-    padded = torch.cat([inputs.new_zeros(weight.shape[1] - 1, inputs.shape[1]), inputs])
-    taps = [weight[:, w] * padded[w : w + len(inputs)] for w in range(weight.shape[1])]
-    outputs = torch.stack(taps).sum(0)
-    if bias is not None:
-        outputs = outputs + bias.double()
-    return outputs / (1 + (-outputs).exp()) if activation == "silu" else outputs
-
-
-def history(inputs, position, width):
-    """The inputs [width - 1, channels] before `position`, zeros before the start."""
-    padded = torch.cat([inputs.new_zeros(width - 1, inputs.shape[1]), inputs])
-    return padded[position : position + width - 1]
+__all__ = ["history", "replay"]
 
 
 def draw(tokens, channels=5, width=4, dtype=torch.float32, seed=0):

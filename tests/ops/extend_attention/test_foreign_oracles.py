@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.ops.extend_attention.oracle import draw
-from tests.ops.gated_delta_rule.test_foreign_oracles import onnx_run
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart import ExtendPlan, KVCache
+from headstart.evidence.oracles.onnx import onnx_run
 
 CLOSE = {"rtol": 3e-6, "atol": 3e-6}
 HQ, HK, D = 8, 2, 64

@@ -6,6 +6,11 @@ from tests.ops.gated_delta_rule.inputs import Inputs, draw, packed
 from tests.ops.gated_delta_rule.oracle import relative, wide
 
 from headstart import Gate
+from headstart.evidence.oracles import onnx
+from headstart.evidence.oracles.onnx import onnx_run
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime", minversion="1.30")
 
 MOST = 2e-6  # both sides work in float32
 
@@ -14,65 +19,8 @@ def near(found: torch.Tensor, theirs) -> bool:
     return relative(found, wide(torch.as_tensor(theirs))) < MOST
 
 
-# ONNX Runtime
-
-
-def onnx_run(operator: str, inputs: dict[str, torch.Tensor | None], outputs: int, **attributes):
-    """Run one com.microsoft operator on the CPU; inputs by position, None for one left out."""
-    onnx = pytest.importorskip("onnx")
-    runtime = pytest.importorskip("onnxruntime", minversion="1.30")
-    kinds = {torch.float32: onnx.TensorProto.FLOAT, torch.int32: onnx.TensorProto.INT32}
-    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    names = [name if tensor is not None else "" for name, tensor in inputs.items()]
-    results = [f"result_{n}" for n in range(outputs)]
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node(operator, names, results, domain="com.microsoft", **attributes)],
-        "oracle",
-        [
-            onnx.helper.make_tensor_value_info(name, kinds[tensor.dtype], list(tensor.shape))
-            for name, tensor in given.items()
-        ],
-        [
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-            for name in results
-        ],
-    )
-    model = onnx.helper.make_model(
-        graph,
-        opset_imports=[
-            onnx.helper.make_opsetid("", 21),
-            onnx.helper.make_opsetid("com.microsoft", 1),
-        ],
-        ir_version=10,
-    )
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = runtime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, {name: tensor.numpy() for name, tensor in given.items()})
-
-
-def gated_delta_net(x: Inputs, lengths, before, a_log=None, dt_bias=None, **attributes):
-    """Outputs and states [N, HV, K, V] of com.microsoft GatedDeltaNet, whose states are [V, K]."""
-    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    o, state = onnx_run(
-        "GatedDeltaNet",
-        {
-            "query": x.q,
-            "key": x.k,
-            "value": x.v,
-            "cu_seqlens": offsets,
-            "decay": x.g,
-            "beta": x.beta,
-            "initial_state": before.mT.contiguous(),
-            "a_log": a_log,
-            "dt_bias": dt_bias,
-        },
-        outputs=2,
-        **attributes,
-    )
-    return o, torch.as_tensor(state).mT
+def gated_delta_net(x: Inputs, *args, **attributes):
+    return onnx.gated_delta_net(*x, *args, **attributes)
 
 
 LENGTHS = [70, 1, 130]

@@ -1,5 +1,7 @@
 """Softmax attention under a literal mask in float64, one sequence and key head at a time.
 
+A row sums over the keys that it sees:
+
     s_j = softcap(scale q . k_j),   Z = exp(sink) + sum_j exp(s_j),   o = sum_j exp(s_j) v_j / Z
 """
 

@@ -1,5 +1,7 @@
 """The gated delta rule one token at a time in float64: what every implementation is held against.
 
+Nothing of headstart is used here.
+
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 """
 
@@ -99,6 +101,8 @@ def replay(
         np.ones((T, HV)) if beta is None else beta if isinstance(beta, np.ndarray) else wide(beta)
     )
     decay = np.exp(g if g.ndim == 3 else g[..., None])
+    if isinstance(state, torch.Tensor):
+        state = wide(state)
     S = np.zeros((HV, K, V)) if state is None else np.array(state, dtype=np.float64)
     o: Any = np.empty((T, HV, V))
     rows = [q[:, :, None], k[:, :, None], v, decay[..., None], beta[..., None], S, o]
@@ -114,13 +118,16 @@ def _walk(
 ) -> dict[int, Any]:
     """The recurrence on arrays of either library; q, k [T, HV, 1, K], decay [T, HV, K or 1, 1]."""
     columns = k.swapaxes(-1, -2)  # [T, HV, K, 1]
+    multiply: Any = np.multiply if isinstance(S, np.ndarray) else torch.mul
+    # In place: fresh arrays of a state's size would be mapped and unmapped for every token.
+    rank_one = S + 0.0
     states = {}
     for t in range(len(v)):
         if t in keep:
             states[t] = S + 0.0
-        S = decay[t] * S
+        S *= decay[t]
         error = v[t] - (k[t] @ S)[:, 0]
-        S = S + columns[t] * (beta[t] * error)[:, None]
+        S += multiply(columns[t], (beta[t] * error)[:, None], out=rank_one)
         o[t] = scale * (q[t] @ S)[:, 0]
     states[len(v)] = S
     return states

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def _computed_or_kept(group: Group, folder: Path | None) -> Truths:
         return torch.load(file, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         pass
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError):
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
         file.unlink(missing_ok=True)  # cut short by a full disk or an older torch: computed again
     found = group.compute()
     try:

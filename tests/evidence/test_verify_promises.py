@@ -1,0 +1,79 @@
+"""The checks of the promises find what they must: bits, transcripts and their commands."""
+
+import functools
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import headstart
+from headstart.cli.commands import headstart as command
+from headstart.evidence import runs
+from headstart.evidence.verify.bits import CHECKS, Bits, verify_bits
+from headstart.evidence.verify.transcript import Transcript, verify_transcript
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_bits_are_equal(op):
+    found = verify_bits(op, "torch")
+    assert {one.check for one in found} == set(CHECKS[op][2])
+    assert all(one.passed and one.compared for one in found), [one.where for one in found]
+
+
+def test_a_last_bit_that_depends_on_the_batch_is_found(monkeypatch):
+    attend = headstart.extend_attention
+
+    @functools.wraps(attend)
+    def jitter(*args, plan, **kwargs):
+        o, lse = attend(*args, plan=plan, **kwargs)
+        if plan.N > 1:
+            lse = torch.nextafter(lse, lse + 1)
+        return o, lse
+
+    monkeypatch.setattr(headstart, "extend_attention", jitter)
+    found = {one.check: one for one in verify_bits("extend_attention", "torch")}
+    assert not found["batches"].passed
+    assert found["batches"].where.endswith("LSE")
+    assert found["heads"].passed
+
+
+def test_a_transcript_is_as_its_replay_says():
+    found = verify_transcript("torch", "float32", seed=3, turns=30)
+    assert found.failure is None
+    assert found.rows > 100
+    assert 0 < found.excess <= 1
+    assert found.events["stepped"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("scale", "is off by"), ("refuse", "a legal call was refused"), ("nan", "is off by")],
+)
+def test_a_transcript_that_goes_wrong_says_how(monkeypatch, fault, words):
+    rule = headstart.gated_delta_rule
+
+    def wrong(*args, schedule, **kwargs):
+        found = rule(*args, schedule=schedule, **kwargs)
+        if max(schedule.starts, default=0) > 0:
+            if fault == "refuse":
+                raise ValueError("start_positions: no")
+            found.o.mul_(0.99 if fault == "scale" else torch.nan)
+        return found
+
+    monkeypatch.setattr(headstart, "gated_delta_rule", wrong)
+    found = [verify_transcript("torch", "float32", seed=seed, turns=30) for seed in range(2)]
+    assert any(words in (one.failure or "") for one in found)
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, ["verify", *arguments], prog_name="headstart")
+
+
+def test_the_commands_write_records(tmp_path):
+    file = str(tmp_path / "run.json")
+    done = run("transcript", "--count", "1", "--turns", "5", "--json", file)
+    assert done.exit_code == 0, done.output
+    assert runs.load(file, Transcript, "transcript").results[0].failure is None
+    done = run("bits", "--op", "extend_attention", "--implementation", "torch", "--json", file)
+    assert done.exit_code == 0, done.output
+    assert all(one.passed for one in runs.load(file, Bits, "bits").results)
