@@ -105,6 +105,7 @@ class DeltaCache:
             expect_dtype(f"tensors[{name!r}]", tensors[name], (kind,))
             expect_device(f"tensors[{name!r}]", tensors[name], self.device, "the cache")
         self.tensors = dict(tensors)
+        self.device = self.tensors["state"].device
 
     def _layout(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
         S, H, HV, K, V, R = self.slots, self.H, self.HV, self.K, self.V, self.tail_rows
