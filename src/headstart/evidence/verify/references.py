@@ -107,7 +107,7 @@ def _digest(case: Case, inputs: list[Any]) -> str:
     digest.update(repr(case.record()).encode())
     for value in inputs:
         if isinstance(value, torch.Tensor):
-            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -190,9 +190,10 @@ def _replayed(
             kept = list(range((start // every + 1) * every, start + length + 1, every))
         else:
             kept = list(case.snapshot_positions[n]) if case.snapshot_positions else []
+        state = None
         # A state at position 0 of a cache reads as zeros.
-        empty = before is None or (case.state == "cache" and base == 0)
-        state = None if empty else before[n].double()
+        if before is not None and not (case.state == "cache" and base == 0):
+            state = before[n].double()
         found = delta.replay(
             *rows,
             state=state,

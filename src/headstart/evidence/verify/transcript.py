@@ -165,7 +165,7 @@ class Engine:
         """A new token after `past`, with its truth."""
         at, self.grown = self.grown % POOL, self.grown + 1
         inputs = {name: tensor[at] for name, tensor in self.pool.items()}
-        truths = {name: array[at : at + 1] for name, array in self.truths.items()}
+        truths: dict[str, Any] = {name: array[at : at + 1] for name, array in self.truths.items()}
         if len(past) % 64 >= 32 and self.dice.random() < 0.08:
             inputs["g"] = inputs["g"].clone()
             inputs["g"][self.dice.randrange(self.sizes[1])] = self.dice.choice(
