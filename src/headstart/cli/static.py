@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def command(
     ctx.exit(1 if failed else 0)
 
 
-Comparison = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+Comparison = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def _on_gpu(profiler: Any) -> dict[str, tuple[int, float]]:
     """Name -> (count, microseconds) of what ran on the device."""
     found: dict[str, tuple[int, float]] = {}
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             count, spent = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, spent + event.time_range.elapsed_us()
     return found

@@ -42,15 +42,20 @@ def build(
             lambda o: {"o": o},
         )
     elif hasattr(case, "conv_width"):
-        arm = _block_arm(package, name, implementation, case.steps(seed, device)[-1])
+        arm = _block_arm(package, name, implementation, steps(case, seed, device)[-1])
     else:
-        arm = _rule_arm(library, name, implementation, case.steps(seed, device), remade)
+        arm = _rule_arm(library, name, implementation, steps(case, seed, device), remade)
     with importlib.import_module(f"{package}.runtime.dispatch").watching() as ran:
         arm.restore()
         arm.call()
         arm.restore()
     arm.served = ", ".join(dict.fromkeys(implementation for _, implementation in ran))
     return arm
+
+
+def steps(case: Any, seed: int, device: torch.device) -> list[dict[str, Any]]:
+    """The calls that lead up to a case of the rule and the case itself."""
+    return case.steps(seed, device)
 
 
 def _remaking(library: Any, case: Any, device: torch.device) -> Callable[[], dict[str, Any]]:
@@ -85,7 +90,7 @@ def _rule_arm(
     *earlier, last = steps
     for step in earlier:
         library.gated_delta_rule(**step, implementation=implementation)
-    state = last.get("state")
+    state: Any = last.get("state")
 
     def outputs(found: Any) -> Outputs:
         kept: Outputs = {"o": found.o}
