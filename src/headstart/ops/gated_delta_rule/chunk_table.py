@@ -29,8 +29,8 @@ class ChunkTable:
     """The tables of one schedule.
 
     sequences: int32 [N, 8]; items: int32 [items, 4], chunk by chunk, sequence after sequence. Both
-    have the schedule's capacity in rows where it has one; rows past N are zeros, items past the
-    last have sequence -1.
+    have the schedule's capacity in rows where it has one; rows past N have -1 items, items
+    past the last have sequence -1.
     item_offsets: host list [N + 1], first item of each sequence.
     """
 
@@ -92,7 +92,8 @@ def build(
     if schedule.capacity is not None:
         rows = item_capacity(schedule.capacity, drafting)
         items += [[-1, 0, -1, 0]] * (rows - len(items))
-        sequences += [[0] * SEQUENCE_COLUMNS] * (schedule.capacity[0] - len(sequences))
+        nobody = [0, 0, 0, 0, 0, -1, 0, -1]
+        sequences += [nobody] * (schedule.capacity[0] - len(sequences))
     tensors = [
         torch.tensor(rows, dtype=torch.int32).view(-1, columns)
         for rows, columns in ((sequences, SEQUENCE_COLUMNS), (items, ITEM_COLUMNS))

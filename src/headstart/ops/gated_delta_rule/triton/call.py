@@ -19,6 +19,7 @@ from headstart.ops.gated_delta_rule.triton.channel import (
     channel_configuration,
     prepare_channels_kernel,
 )
+from headstart.ops.gated_delta_rule.triton.decays import decays_kernel
 from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
 from headstart.runtime.dispatch import Implementation
@@ -26,6 +27,9 @@ from headstart.runtime.workspace import Workspace, default_workspace
 
 SCRATCH = 96 * 2**20
 """Bytes of scratch that a span of chunks may take."""
+
+DECAY_HEADS = 8
+"""Value heads that one program of `decays` takes; two share a warp."""
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -114,11 +118,13 @@ class Scratch:
                 shapes["strengths"] = ((I, HV, C), f)
                 shapes["base"] = ((N, HV), torch.int32)
             return shapes
-        shapes["to_end"] = ((I, HV, C), f)
+        shapes |= {name: ((I, HV, C), f) for name in ("to_end", "strengths")}
+        shapes["sums"] = ((I, 2, HV, C), f)
+        shapes["clean"] = ((I, HV), torch.int32)
         if self.tiles:
             shapes |= {name: ((I * H * C, BK), kind) for name in ("q_tiles", "k_tiles")}
         if cached:
-            shapes |= {name: ((I, HV, C), f) for name in ("log_decays", "strengths")}
+            shapes["log_decays"] = ((I, HV, C), f)
             shapes["base"] = ((N, HV), torch.int32)
         return shapes
 
@@ -258,6 +264,10 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
     precise = "tf32" if q.dtype != torch.float32 else _float32_precision(call.device)
     sequences, items = plan.table.sequences, plan.table.items
     tiles = plan.scratch.tiles or call.per_channel
+    described = {
+        name: TensorDescriptor.from_tensor(scratch[name.split()[0]], [CHUNK, columns])
+        for name, columns in (("W", BK), ("U", BV), ("U whole", padded(V)), ("P", CHUNK))
+    }
     if tiles:
         queries, keys = (
             TensorDescriptor.from_tensor(scratch[name], [CHUNK, BK])
@@ -290,29 +300,33 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
                 num_warps=blocks.warps, enable_fp_fusion=False,
             )
         elif last > first:
-            prepare_kernel[(HV, last - first)](
-                q, k, v, own(g), own(beta), own(gate.a_log), own(gate.dt_bias),
-                sequences, items, own(read), own(cache.get("position")),
-                *(own(tail) for tail in tails),
-                scratch["W"], scratch["U"], scratch["P"],
-                own(tile("q_tiles")), own(tile("k_tiles")),
-                scratch["from_start"], scratch["to_end"],
-                own(tile("log_decays")), own(tile("strengths")), own(tile("base")),
-                first, call.scale, gate.lower_bound or 0.0,
-                q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            decays_kernel[(triton.cdiv(HV, DECAY_HEADS), last - first)](
+                own(g), own(beta), own(gate.a_log), own(gate.dt_bias), sequences, items, own(read),
+                own(cache.get("position")), own(cache.get("tail_decay")),
+                own(cache.get("tail_beta")), scratch["sums"], scratch["from_start"],
+                scratch["to_end"], scratch["strengths"], scratch["clean"],
+                own(tile("log_decays")), own(tile("base")), first, gate.lower_bound or 0.0,
                 stride(g, 0), stride(g, 1), stride(beta, 0), stride(beta, 1),
-                stride(cache.get("position"), 0), *tail_strides, tail_rows,
-                H=H, HV=HV, K=K, V=V, BK=BK, BV=padded(V),
-                GATE=kind, BETA=gate.beta, HAS_G=g is not None, HAS_BETA=beta is not None,
-                HAS_BIAS=gate.dt_bias is not None, NORMALISE=call.qk_l2norm, CACHED=cached,
-                TILES=tiles, PRECISION=precise, num_warps=config.prepare_warps,
+                stride(cache.get("position"), 0), *tail_strides[4:], tail_rows,
+                HV=HV, BH=DECAY_HEADS, GATE=kind, BETA=gate.beta, HAS_G=g is not None,
+                HAS_BETA=beta is not None, HAS_BIAS=gate.dt_bias is not None, CACHED=cached,
+                num_warps=DECAY_HEADS // 2, enable_fp_fusion=False,
+            )
+            prepare_kernel[(HV, last - first)](
+                q, k, v, sequences, items, own(read), own(tails[0]), own(tails[1]),
+                described["W"], described["U whole"], described["P"],
+                own(tile("q_tiles")), own(tile("k_tiles")), scratch["sums"],
+                scratch["from_start"], scratch["strengths"], scratch["clean"], own(tile("base")),
+                first, call.scale,
+                q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                *tail_strides[:4], tail_rows,
+                H=H, HV=HV, K=K, V=V, BK=BK, BV=padded(V), NORMALISE=call.qk_l2norm,
+                CACHED=cached, TILES=tiles, PRECISION=precise, num_warps=config.prepare_warps,
                 enable_fp_fusion=False,
             )
         scan_kernel[(triton.cdiv(V, BV), HV, N)](
             queries, keys, v, stores.o,
-            TensorDescriptor.from_tensor(scratch["W"], [CHUNK, BK]),
-            TensorDescriptor.from_tensor(scratch["U"], [CHUNK, BV]),
-            TensorDescriptor.from_tensor(scratch["P"], [CHUNK, CHUNK]),
+            described["W"], described["U"], described["P"],
             own(tile("keys" if call.per_channel else "k_tiles")),
             scratch["from_start"], own(tile("to_end")), own(tile("whole_decay")),
             own(tile("log_decays")), own(tile("strengths")), own(tile("base")), carry,

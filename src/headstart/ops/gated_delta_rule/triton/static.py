@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from headstart.ops.gated_delta_rule.triton.call import configuration, padded
+from headstart.ops.gated_delta_rule.triton.call import DECAY_HEADS, configuration, padded
 from headstart.ops.gated_delta_rule.triton.channel import (
     channel_configuration,
     prepare_channels_kernel,
 )
+from headstart.ops.gated_delta_rule.triton.decays import decays_kernel
 from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
 from headstart.runtime.static import StaticKernel, Target
@@ -21,13 +22,13 @@ SIZES = ((128, 128, torch.bfloat16), (128, 128, torch.float16), (128, 128, torch
          (64, 64, torch.bfloat16), (256, 256, torch.bfloat16))
 FLOATS = {
     "g", "beta", "a_log", "dt_bias", "tail_decay", "tail_beta", "from_start", "to_end",
-    "whole_decay", "clean_rows", "whole",
+    "whole_decay", "whole", "sums",
     "log_decays", "strengths", "carry", "old_state", "new_state", "snapshots", "scale",
     "lower_bound",
 }  # fmt: skip
 INTEGERS = {
     "sequences", "items", "slots", "position", "base", "read_slots", "write_slots",
-    "snapshot_slots", "snapshot_position", "snapshot_end", "tail_end",
+    "snapshot_slots", "snapshot_position", "clean", "snapshot_end", "tail_end",
 }  # fmt: skip
 ROWS = {
     "q", "k", "v", "o", "W", "U", "P", "q_tiles", "k_tiles", "tail_k", "tail_v",
@@ -42,7 +43,7 @@ def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[
         if name.isupper() and name not in ROWS:
             continue
         tiles = constexprs.get("TILES")
-        if fn is scan_kernel and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
+        if fn in (scan_kernel, prepare_kernel) and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
             columns = {"U": constexprs["BV"], "P": 64}.get(name, constexprs["BK"])
             block = f"64,1,{columns}" if name == "q" and not tiles else f"64,{columns}"
             signature[name] = f"tensordesc<{kind}[{block}]>"
@@ -50,6 +51,8 @@ def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[
             signature[name] = f"*{kind}"
         elif name in ("scale", "lower_bound"):
             signature[name] = "fp32"
+        elif name == "clean_rows":
+            signature[name] = "*i32" if fn is prepare_kernel else "*fp32"
         elif name in FLOATS:
             signature[name] = "*fp32"
         elif name in INTEGERS:
@@ -92,6 +95,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
             }  # fmt: skip
             for fn, own, warps, stages in (
+                (decays_kernel, gates | {"BH": DECAY_HEADS}, DECAY_HEADS // 2, 2),
                 (prepare_kernel, gates, config.prepare_warps, 2),
                 (prepare_channels_kernel, gates | channels, blocks.warps, 2),
                 (scan_kernel, scan, config.scan_warps, 2),
@@ -113,7 +117,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                         constexprs=constexprs,
                         num_warps=warps,
                         num_stages=stages,
-                        has_product=True,
+                        has_product=fn is not decays_kernel,
                         attrs=attrs,
                         options={"enable_fp_fusion": False},
                     )
