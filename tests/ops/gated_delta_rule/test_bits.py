@@ -471,3 +471,12 @@ def test_scratch_left_by_other_calls_changes_no_bit(rule):
     rule(*y, workspace=workspace)
     assert torch.equal(rule(*x, reproducible=True, workspace=workspace).o, expected)
     assert torch.equal(rule(*x, reproducible=True, workspace=workspace).o, expected)
+
+
+def test_heads_that_fill_a_group_and_heads_that_share_one(rule):
+    """Six key heads: those of the second sequence lie in other groups than when it is alone."""
+    first, second = (draw(150, 6, 12, seed=seed) for seed in (50, 51))
+    alone = [rule(*x, reproducible=True, return_state=True) for x in (first, second)]
+    both = rule(*packed(first, second), schedule=[150, 150], reproducible=True, return_state=True)
+    assert torch.equal(both.o, torch.cat([found.o for found in alone]))
+    assert torch.equal(both.state, torch.cat([found.state for found in alone]))

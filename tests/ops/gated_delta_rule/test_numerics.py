@@ -269,6 +269,18 @@ def test_nan_of_one_column_of_v_stays_in_that_column(rule):
     assert torch.equal(found[..., others], plain[..., others])
 
 
+@pytest.mark.parametrize("row", [67, 100, 127])
+def test_rows_that_overflow_spoil_no_earlier_row(rule, row):
+    """Keys of squared norm 10**8 let the state grow past float32 within a few rows."""
+    x = draw(140, 1, 2, 16, 24, seed=27)
+    x = x.but(g=torch.zeros_like(x.g), beta=torch.ones_like(x.beta))
+    wild = x.clone()
+    wild.k[row:] *= 1e4
+    plain, found = rule(*x, reproducible=True).o, rule(*wild, reproducible=True).o
+    assert torch.equal(found[:row], plain[:row])
+    assert not found.isfinite().all()
+
+
 def test_nan_in_a_state_stays_in_its_sequence(rule):
     lengths = [30, 101, 70]
     x = packed(*(draw(length, 1, 2, seed=25 + n) for n, length in enumerate(lengths)))

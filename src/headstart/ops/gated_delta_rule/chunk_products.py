@@ -27,6 +27,8 @@ from headstart.runtime.workspace import Workspace
 
 BLOCK = 16
 """Rows of a sub-block within which per-channel decays are applied elementwise."""
+HALF = CHUNK // 2
+"""Rows of the blocks of (I + A)^-1 that are solved for; substitution joins them."""
 FORGOTTEN = -200.0
 """A log decay that forgets all in float32, as does every sum with it."""
 
@@ -35,7 +37,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def span_shapes(M: int, U: int, R: int, K: int, V: int, per_channel: bool) -> Shapes:
     """Names, shapes and dtypes of the buffers of one group of U key heads over M chunks."""
-    C, f = CHUNK, torch.float32
+    C, L, f = CHUNK, U * R, torch.float32
     shapes: Shapes = {
         "keys": ((M, U, 2 * C, K), f),  # rows 0..63 hold k, rows 64..127 hold scale * q
         "squares": ((U, 2 * C, K), f),
@@ -47,14 +49,18 @@ def span_shapes(M: int, U: int, R: int, K: int, V: int, per_channel: bool) -> Sh
         "lower": ((M, U, R, C, C), f),
         "inner": ((M, U, R, C, C), f),
         "inverse": ((M, U, R, C, C), f),
+        "blocks": ((2 * L, HALF, HALF), f),
+        "solved": ((2 * L, HALF, HALF), f),
+        "joint": ((2, L, HALF, HALF), f),
         "from_start": ((M, U, R, C, K) if per_channel else (M, U, R, C), f),
         "rest": ((U, R, C, V), f),
-        "v_new": ((U * R, C, V), f),
-        "out": ((U * R, C, V), f),
+        "v_new": ((L, C, V), f),
+        "within": ((L, C, V), f),
+        "out": ((U, R, C, V), f),
         "update": ((U, C, R, V), f),
     }
     if per_channel:
-        L, B = U * R, BLOCK
+        B = BLOCK
         shapes |= {
             "scaled": ((M, U, R, 2 * C, K), f),
             "read": ((L, 2 * C, V), f),
@@ -87,6 +93,10 @@ class Chunk:
         self.inner = b["inner"].flatten(0, 1)
         self.inverse = b["inverse"].flatten(0, 1)
         self.beta = b["beta"].flatten(0, 1)  # [L, C]
+        # [L, 2, HALF, HALF] on the diagonal, and [L, HALF, HALF] below it
+        self.blocks, self.corner = _diagonal(self.lower), self.lower[:, HALF:, :HALF]
+        self.inverse_blocks = _diagonal(self.inverse)
+        self.inverse_corner = self.inverse[:, HALF:, :HALF]
         if per_channel:
             self.from_start = b["from_start"]  # [U, R, C, K]
             self.whole = b["from_start"][:, :, C - 1, :, None]  # [U, R, K, 1]
@@ -108,8 +118,8 @@ class Span:
     """The buffers of one group for up to M chunks in a row, and the products over them.
 
     `keys`, `values`, `decay`, `beta` are filled for some chunks and `prepare()` called; `advance()`
-    then takes them in order: it leaves o of its chunk in `out` and, where asked, moves `state` from
-    S before the chunk to S after it.
+    then takes them in order: each gives o of its chunk and, where asked, moves `state` from before
+    the chunk to after it.
     """
 
     def __init__(
@@ -126,21 +136,22 @@ class Span:
         self.always_careful = device.type != "cpu"
         self.zero = torch.zeros((), device=device)
         self.below = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=device).tril_(-1)
-        self.identity = torch.eye(C, device=device).repeat(U * R, 1, 1)
+        self.identity = torch.eye(HALF, device=device).repeat(2 * U * R, 1, 1)
+        self.blocks = b["blocks"].unflatten(0, (-1, 2))
+        self.solved = b["solved"].unflatten(0, (-1, 2))
         self.rest = b["rest"].flatten(0, 1)
         self.state_lanes = b["state"].view(U, K, R, V)
         self.v_new_rows = b["v_new"].view(U, R, C, V).transpose(1, 2)
         self.update = b["update"].flatten(2)
-        self.out = b["out"].view(U, R, C, V)
-        self.last_rows = b["v_new"][:, C - 1]
+        self.within, self.out = b["within"].view(U, R, C, V), b["out"]
         read = b["read"].view(U, R, 2 * C, V)
         if not per_channel:
             read = b["read"].view(U, 2 * C, R, V).transpose(1, 2)
         self.read_k, self.read_q = read[:, :, :C], read[:, :, C:]
 
     def clear(self) -> None:
-        """Zero the inputs and the state."""
-        for name in ("keys", "values", "decay", "beta", "state"):
+        """Zero the inputs, the state and what stays zero above the inverses' diagonals."""
+        for name in ("keys", "values", "decay", "beta", "state", "inverse"):
             self.buffers[name].zero_()
 
     def normalise(self, count: int) -> None:
@@ -162,11 +173,11 @@ class Span:
         b = {name: self.buffers[name][:count] for name in ("beta", "lower", "inverse")}
         b["lower"] *= b["beta"][..., None]
         for chunk in self.chunks[:count]:
-            self._invert(chunk.lower, chunk.inverse)
+            self._invert(chunk)
         b["inverse"] *= b["beta"][..., None, :]
 
-    def advance(self, m: int, want_out: bool, want_state: bool) -> None:
-        """o of chunk m into `out`, and S after it into `state`."""
+    def advance(self, m: int, out: torch.Tensor | None, want_state: bool) -> None:
+        """o of chunk m into `out` [U, R, C, V], if given, and S after it into `state`."""
         b, chunk = self.buffers, self.chunks[m]
         if self.per_channel:
             L, _, K = chunk.scaled.flatten(0, 1).shape
@@ -178,18 +189,19 @@ class Span:
             torch.addcmul(chunk.values, self.read_k, chunk.from_start, value=-1, out=b["rest"])
         torch.bmm(chunk.inverse, self.rest, out=b["v_new"])
         spoiled = None
-        # What is not finite in a row reaches the last one, since 0 * NaN is NaN.
-        if self.always_careful or not math.isfinite(float(self.last_rows.sum())):
+        if self.always_careful or not math.isfinite(float(b["v_new"].sum())):
+            # 0 * NaN is NaN: keep rows before a spoiled one out of its products.
             spoiled = self._spare_earlier_rows(chunk)
-        if want_out:
-            torch.bmm(chunk.inner, b["v_new"], out=b["out"])
+        if out is not None:
+            torch.bmm(chunk.inner, b["v_new"], out=b["within"])
             if self.per_channel:
-                self.out.add_(self.read_q)
+                torch.add(self.within, self.read_q, out=out)
             else:
-                self.out.addcmul_(self.read_q, chunk.from_start)
+                torch.addcmul(self.within, self.read_q, chunk.from_start, out=out)
+            if spoiled is not None:
+                out.masked_fill_(spoiled.view(out.shape), torch.nan)
         if spoiled is not None:
             b["v_new"].masked_fill_(spoiled, torch.nan)
-            b["out"].masked_fill_(spoiled, torch.nan)
         if want_state:
             self._new_state(chunk)
 
@@ -199,20 +211,38 @@ class Span:
         A lane spoiled by its keys or gates loses whole rows, one spoiled by v or S single columns.
         """
         chunk.inner.tril_()
-        lower = chunk.lower.tril(-1)
-        rows = ~(lower.isfinite().all(-1) & chunk.beta.isfinite())
+        chunk.lower.tril_(-1)
+        rows = ~(chunk.lower.isfinite().all(-1) & chunk.beta.isfinite())
         rows = (rows.cumsum(1) > 0)[..., None]  # [L, C, 1]
         spoiled = (~self.rest.isfinite() | rows).cumsum(1) > 0
-        self._invert(lower.masked_fill_(rows, 0.0), chunk.inverse)
+        chunk.lower.masked_fill_(rows, 0.0)
+        chunk.inverse.zero_()
+        self._invert(chunk)
         chunk.inverse.mul_(chunk.beta.masked_fill(rows[..., 0], 0.0)[:, None])
-        torch.bmm(chunk.inverse, self.rest.masked_fill_(spoiled, 0.0), out=self.buffers["v_new"])
+        v_new = self.buffers["v_new"]
+        torch.bmm(chunk.inverse, self.rest.masked_fill_(spoiled, 0.0), out=v_new)
+        spoiled |= (~v_new.isfinite()).cumsum(1) > 0
+        v_new.masked_fill_(spoiled, 0.0)
         return spoiled
 
-    def _invert(self, lower: torch.Tensor, inverse: torch.Tensor) -> None:
-        """(I + strictly lower triangle)^-1, [L, C, C]."""
+    def _invert(self, chunk: Chunk) -> None:
+        """inverse <- (I + A)^-1 on and below the diagonal, A the strict lower triangle of `lower`.
+
+        [[P, 0], [X, Q]]^-1 = [[P^-1, 0], [-Q^-1 X P^-1, Q^-1]]
+        """
+        first, second = self.buffers["joint"]
+        self.blocks.copy_(chunk.blocks)
         torch.linalg.solve_triangular(
-            lower, self.identity, upper=False, unitriangular=True, out=inverse
+            self.buffers["blocks"],
+            self.identity,
+            upper=False,
+            unitriangular=True,
+            out=self.buffers["solved"],
         )
+        torch.bmm(chunk.corner, self.solved[:, 0], out=first)
+        torch.bmm(self.solved[:, 1], first, out=second)
+        chunk.inverse_blocks.copy_(self.solved)
+        torch.neg(second, out=chunk.inverse_corner)
 
     def _head_products(self, count: int) -> None:
         """Fill `lower` (without beta), `inner`, `from_start` and `gamma`."""
@@ -298,3 +328,9 @@ def _sums_after(decay: torch.Tensor) -> torch.Tensor:
     later = torch.zeros_like(decay)
     later[..., :-1, :] = decay[..., 1:, :]
     return later.flip(-2).cumsum(-2).flip(-2)
+
+
+def _diagonal(matrices: torch.Tensor) -> torch.Tensor:
+    """The two diagonal blocks of [L, C, C], as [L, 2, HALF, HALF]."""
+    tiles = matrices.unflatten(2, (2, HALF)).unflatten(1, (2, HALF))
+    return tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)

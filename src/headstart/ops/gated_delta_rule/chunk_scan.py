@@ -143,14 +143,29 @@ class GroupScan:
     def _advance(self, count: int, m: int) -> None:
         """Chunk `count` of every sequence that has one, from place m of the span."""
         active = [run for run in self.runs if count < len(run.step.chunks)]
-        want_out = any(self._new_rows(run, count) for run in active)
+        out = self._place(active, count)
         want_state = any(
             count + 1 < len(run.step.chunks) or run.step.fold >= self._ends(run, count)
             for run in active
         )
-        self.span.advance(m, want_out, want_state)
+        self.span.advance(m, out, want_state)
         for run in active:
-            self._store(run, count)
+            if out is self.span.out:
+                self._store(run, count)
+            self._pass(run, count)
+
+    def _place(self, active: list[Run], count: int) -> torch.Tensor | None:
+        """Where o of the chunk goes, [U, R, C, V]: its own rows if a single run fills the tile."""
+        out, run = self.span.out, active[0]
+        new = self._new_rows(run, count)
+        fills = len(new) == CHUNK and run.units == slice(0, out.shape[0])
+        if fills and out.shape[3] == self.V and self.o.dtype == out.dtype:
+            return self._rows_of_o(run, new).movedim(0, 2)
+        return out if any(self._new_rows(run, count) for run in active) else None
+
+    def _rows_of_o(self, run: Run, new: range) -> torch.Tensor:
+        first = run.step.row - run.step.start
+        return self.o[first + new.start : first + new.stop, run.heads]
 
     def _ends(self, run: Run, count: int) -> int:
         """Position that the sequence has reached after its chunk `count`."""
@@ -320,16 +335,18 @@ class GroupScan:
         beta.copy_(pairs[3][1][:, ring].unflatten(0, (-1, self.ratio)))
 
     def _store(self, run: Run, count: int) -> None:
-        new, step = self._new_rows(run, count), run.step
-        if new:
-            rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
+        """Copy o of the new tokens out of the tile."""
+        if new := self._new_rows(run, count):
             at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
-            out = self.buffers["out"].unflatten(0, (-1, self.ratio))[run.units, :, at]
-            self.o[rows, run.heads].copy_(out[..., : self.V].movedim(2, 0))
+            out = self.span.out[run.units, :, at, : self.V]
+            self._rows_of_o(run, new).copy_(out.movedim(2, 0))
+
+    def _pass(self, run: Run, count: int) -> None:
+        """Keep and write the state that the chunk leaves, where that is asked for."""
         reached = self._ends(run, count)
         if reached % CHUNK == 0:
             self._keep(run, reached)
-        if reached == step.fold:
+        if reached == run.step.fold:
             self._write(run)
 
     def _gate_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
