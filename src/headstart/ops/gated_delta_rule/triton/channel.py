@@ -38,28 +38,13 @@ class ChannelConfig:
 
 def channel_configuration(dtype: torch.dtype) -> ChannelConfig:
     """The one configuration of a kind of call: products over rows of 128 bytes."""
-    return ChannelConfig(BC=32 if dtype == torch.float32 else 64, warps=4)
+    return ChannelConfig(BC=32 if dtype == torch.float32 else 64, warps=8)
 
 
 @triton.jit
 def not_finite(x):
     """1 for every row of x that holds a NaN or an infinity, else 0."""
     return tl.max(tl.where(x.to(tl.float32) * 0.0 != 0.0, 1, 0), 1)
-
-
-@triton.jit
-def siblings(totals, LEVEL: tl.constexpr):
-    """For every one of 64 rows the total of the neighbour of its block of 2^LEVEL rows.
-
-    totals: of each block, [64 / 2^LEVEL, columns]. Returns also the totals of the joined blocks.
-    """
-    SIZE: tl.constexpr = 1 << LEVEL
-    PAIRS: tl.constexpr = 32 >> LEVEL
-    BC: tl.constexpr = totals.shape[1]
-    left, right = tl.split(tl.permute(tl.reshape(totals, (PAIRS, 2, BC)), (0, 2, 1)))
-    other = tl.permute(tl.join(right, left), (0, 2, 1))
-    other = tl.broadcast_to(tl.reshape(other, (PAIRS, 2, 1, BC)), (PAIRS, 2, SIZE, BC))
-    return tl.reshape(other, (64, BC)), left + right
 
 
 @triton.jit
@@ -166,16 +151,17 @@ def prepare_channels_kernel(
         old = held & (at >= P0) & (at < start)
         ring = (at % tail_rows).to(tl.int32)
     tile = (local * HV + head).to(tl.int64)
+    begins = tile * (64 * BK)
     cc = tl.arange(0, BC)
-    k_rows = k + source[:, None] * k_token + key_head * k_head + cc[None, :]
-    q_rows = q + source[:, None] * q_token + key_head * q_head + cc[None, :]
-    v_rows = v + source[:, None] * v_token + head * v_head + cc[None, :]
-    g_rows = g + source[:, None] * g_token + head * g_head + cc[None, :] * g_channel
-    k_tail = tail_k + slot * tail_k_slot + key_head * tail_k_head + ring[:, None] * K + cc[None, :]
-    v_tail = tail_v + slot * tail_v_slot + head * tail_v_head + ring[:, None] * V + cc[None, :]
-    g_tail = tail_decay + slot * tail_decay_slot + head * tail_decay_head
-    g_tail += ring[:, None] * K + cc[None, :]
-    square = tile * (64 * BK) + rows[:, None] * BK + cc[None, :]
+    # Where each row begins; columns are added in the loops, which keeps whole tiles of pointers out
+    # of registers.
+    k_rows = source * k_token + key_head * k_head
+    q_rows = source * q_token + key_head * q_head
+    v_rows = source * v_token + head * v_head
+    g_rows = source * g_token + head * g_head
+    k_tail = slot * tail_k_slot + key_head * tail_k_head + ring * K
+    v_tail = slot * tail_v_slot + head * tail_v_head + ring * V
+    g_tail = slot * tail_decay_slot + head * tail_decay_head + ring * K
 
     b = tl.where(new, 1.0, 0.0)
     if HAS_BETA:
@@ -186,11 +172,13 @@ def prepare_channels_kernel(
         b = tl.where(old, tl.load(betas, mask=old, other=0.0), b)
         tl.store(strengths + tile * 64 + rows, b)
     spoiled = tl.where(b * 0.0 != 0.0, 1, 0)
-    for c in range(0, BV, BC):
+    for c in tl.range(0, BV, BC, num_stages=1, disable_licm=True):
         in_v = (c + cc)[None, :] < V
-        vv = tl.load(v_rows + c, mask=new[:, None] & in_v, other=0.0)
+        vv = tl.load(v + v_rows[:, None] + (c + cc)[None, :], mask=new[:, None] & in_v, other=0.0)
         if CACHED:
-            vv += tl.load(v_tail + c, mask=old[:, None] & in_v, other=0.0)
+            vv += tl.load(
+                tail_v + v_tail[:, None] + (c + cc)[None, :], mask=old[:, None] & in_v, other=0.0
+            )
         spoiled |= not_finite(vv)
 
     k_norm = tl.full((64,), 1.0, tl.float32)
@@ -198,11 +186,15 @@ def prepare_channels_kernel(
     if NORMALISE:
         k_norm = tl.zeros((64,), tl.float32)
         q_norm = tl.zeros((64,), tl.float32)
-        for c in range(0, BK, BC):
+        for c in tl.range(0, BK, BC, num_stages=1, disable_licm=True):
             taken = new[:, None] & ((c + cc)[None, :] < K)
-            x = tl.load(k_rows + c, mask=taken, other=0.0).to(tl.float32)
+            x = tl.load(k + k_rows[:, None] + (c + cc)[None, :], mask=taken, other=0.0).to(
+                tl.float32
+            )
             k_norm += tl.sum(x * x, 1)
-            x = tl.load(q_rows + c, mask=taken, other=0.0).to(tl.float32)
+            x = tl.load(q + q_rows[:, None] + (c + cc)[None, :], mask=taken, other=0.0).to(
+                tl.float32
+            )
             q_norm += tl.sum(x * x, 1)
         k_norm = tl.rsqrt(k_norm + 1e-6)
         q_norm = tl.rsqrt(q_norm + 1e-6)
@@ -218,17 +210,15 @@ def prepare_channels_kernel(
     A = tl.zeros((64, 64), tl.float32)
     p = tl.zeros((64, 64), tl.float32)
     own = tl.zeros((64,), tl.float32)
-    for c in range(0, BK, BC):
+    for c in tl.range(0, BK, BC, num_stages=1, disable_licm=True):
         in_k = (c + cc)[None, :] < K
         taken = new[:, None] & in_k
-        kk = tl.load(k_rows + c, mask=taken, other=0.0)
-        qq = tl.load(q_rows + c, mask=taken, other=0.0)
-        if NORMALISE:
-            kk = (kk.to(tl.float32) * k_norm[:, None]).to(dtype)
-            qq = (qq.to(tl.float32) * q_norm[:, None]).to(dtype)
+        held_rows = old[:, None] & in_k
         decay = tl.zeros((64, BC), tl.float32)
         if HAS_G:
-            decay = tl.load(g_rows + c * g_channel, mask=taken, other=0.0).to(tl.float32)
+            decay = tl.load(
+                g + g_rows[:, None] + ((c + cc) * g_channel)[None, :], mask=taken, other=0.0
+            ).to(tl.float32)
             bias = 0.0
             if HAS_BIAS:
                 bias = tl.load(
@@ -238,42 +228,63 @@ def prepare_channels_kernel(
                 ).to(tl.float32)
             decay = tl.where(taken, log_decay(decay, rate, bias, lower_bound, GATE), 0.0)
         if CACHED:
-            held_rows = old[:, None] & in_k
-            kk = tl.where(held_rows, tl.load(k_tail + c, mask=held_rows, other=0.0), kk)
-            decay = tl.where(held_rows, tl.load(g_tail + c, mask=held_rows, other=0.0), decay)
+            kept_decay = tl.load(
+                tail_decay + g_tail[:, None] + (c + cc)[None, :], mask=held_rows, other=0.0
+            )
+            decay = tl.where(held_rows, kept_decay, decay)
             if kept:
-                tl.store(log_decays + square + c, decay)
-                if lead:
-                    key_tile = (local * H + key_head).to(tl.int64)
-                    square_k = key_tile * (64 * BK) + rows[:, None] * BK + cc[None, :]
-                    tl.store(keys + square_k + c, kk)
-        spoiled |= not_finite(kk) | tl.max(tl.where(decay != decay, 1, 0), 1)
-        kk = kk.to(tl.float32)
-        qq = qq.to(tl.float32)
-        own += tl.sum(qq * kk, 1)
+                tl.store(log_decays + begins + rows[:, None] * BK + (c + cc)[None, :], decay)
+        spoiled |= tl.max(tl.where(decay != decay, 1, 0), 1)
+        kk = tl.load(k + k_rows[:, None] + (c + cc)[None, :], mask=taken, other=0.0)
+        qq = tl.load(q + q_rows[:, None] + (c + cc)[None, :], mask=taken, other=0.0)
+        if NORMALISE:
+            kk = (kk.to(tl.float32) * k_norm[:, None]).to(dtype)
+            qq = (qq.to(tl.float32) * q_norm[:, None]).to(dtype)
+        if CACHED:
+            kept_k = tl.load(
+                tail_k + k_tail[:, None] + (c + cc)[None, :], mask=held_rows, other=0.0
+            )
+            kk = tl.where(held_rows, kept_k, kk)
+            if kept & lead:
+                key_tile = (local * H + key_head).to(tl.int64)
+                tl.store(keys + key_tile * (64 * BK) + rows[:, None] * BK + (c + cc)[None, :], kk)
+        spoiled |= not_finite(kk)
+        own += tl.sum(qq.to(tl.float32) * kk.to(tl.float32), 1)
 
         # In units of log 2, within blocks that grow: up to and with each row; after it.
         before = decay * LOG2E
         after = tl.zeros((64, BC), tl.float32)
-        totals = before
-        for level in tl.static_range(6):
+        for level in tl.range(0, 6, num_stages=1, disable_licm=True):
             right = ((i >> level) & 1) == 1
             reach = tl.exp2(tl.where(right, before, after))
-            k_side = (kk * reach).to(dtype)
-            q_side = (qq * reach).to(dtype)
+            k_side = (kk.to(tl.float32) * reach).to(dtype)
+            q_side = (qq.to(tl.float32) * reach).to(dtype)
             pairs = (i > j) & (((i ^ j) >> level) == 1)
             found = tl.dot(k_side, tl.trans(k_side), input_precision=PRECISION)
             A += tl.where(pairs, found, 0.0)
             found = tl.dot(q_side, tl.trans(k_side), input_precision=PRECISION)
             p += tl.where(pairs, found, 0.0)
-            other, totals = siblings(totals, level)
+            # The total of the neighbour, as its row in the same place sums it.
+            neighbour = tl.broadcast_to(i ^ (1 << level), (64, BC))
+            other = tl.gather(before + after, neighbour, 0)
             before = tl.where(right, other + before, before)
             after = tl.where(right, after, after + other)
         reach = tl.exp2(before)
-        tl.store(q_tiles + square + c, (qq * reach).to(dtype))
-        tl.store(W + square + c, (kk * reach).to(dtype))
-        tl.store(k_tiles + square + c, (kk * tl.exp2(after)).to(dtype))
-        tl.store(whole + tile * BK + c + cc, tl.exp2(tl.reshape(totals, (BC,))))
+        tl.store(
+            q_tiles + begins + rows[:, None] * BK + (c + cc)[None, :],
+            (qq.to(tl.float32) * reach).to(dtype),
+        )
+        tl.store(
+            W + begins + rows[:, None] * BK + (c + cc)[None, :],
+            (kk.to(tl.float32) * reach).to(dtype),
+        )
+        tl.store(
+            k_tiles + begins + rows[:, None] * BK + (c + cc)[None, :],
+            (kk.to(tl.float32) * tl.exp2(after)).to(dtype),
+        )
+        # The last row's sum is the chunk's.
+        total = tl.sum(tl.where(i == 63, reach, 0.0), 0)
+        tl.store(whole + tile * BK + c + cc, total)
 
     # From the first row that is not finite on, rows count as empty.
     clean = tl.min(tl.where(spoiled != 0, rows, 64), 0)
@@ -289,12 +300,18 @@ def prepare_channels_kernel(
         T = unit_lower_inverse(A, tl.float16, PRECISION)
     T = T * b[None, :]
     fine = (rows < clean)[:, None]
-    for c in range(0, BV, BC):
+    for c in tl.range(0, BV, BC, num_stages=1, disable_licm=True):
         in_v = (c + cc)[None, :] < V
-        vv = tl.load(v_rows + c, mask=new[:, None] & fine & in_v, other=0.0)
+        vv = tl.load(
+            v + v_rows[:, None] + (c + cc)[None, :], mask=new[:, None] & fine & in_v, other=0.0
+        )
         if CACHED:
             held_rows = old[:, None] & fine & in_v
-            vv = tl.where(held_rows, tl.load(v_tail + c, mask=held_rows, other=0.0), vv)
+            vv = tl.where(
+                held_rows,
+                tl.load(tail_v + v_tail[:, None] + (c + cc)[None, :], mask=held_rows, other=0.0),
+                vv,
+            )
         u = precise_dot(T, vv, PRECISION)
         tl.store(
             U + tile * (64 * BV) + rows[:, None] * BV + c + cc[None, :],
@@ -303,8 +320,8 @@ def prepare_channels_kernel(
         )
     # Gamma_i0 k waits where W goes, rather than in registers through the inverse.
     tl.debug_barrier()
-    for c in range(0, BK, BC):
-        kk = tl.load(W + square + c, mask=fine, other=0.0)
+    for c in tl.range(0, BK, BC, num_stages=1, disable_licm=True):
+        kk = tl.load(W + begins + rows[:, None] * BK + (c + cc)[None, :], mask=fine, other=0.0)
         w = precise_dot(T, kk, PRECISION)
         tl.debug_barrier()
-        tl.store(W + square + c, w.to(dtype))
+        tl.store(W + begins + rows[:, None] * BK + (c + cc)[None, :], w.to(dtype))
