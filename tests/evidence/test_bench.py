@@ -254,7 +254,7 @@ def test_command_exits_with_1_for_a_wrong_arm(peer):
         ((TINY, "--arms", "torch,nobody"), "arm: expected one of ['headstart', 'hopper'"),
         (("gdn-nxt-8k",), "case: no case is called 'gdn-nxt-8k'; near: gdn-next-8k"),
         (("gpt-oss-20b",), "case: gpt-oss-20b is a whole model"),
-        ((TINY, "--arms", "torch,torch"), "arms: each once"),
+        ((TINY, "--arms", "torch,torch"), "arms: expected one or more, each once"),
         ((TINY, "--check", "none"), "check: expected a positive number or all"),
         ((TINY, "--device", "nowhere"), "device: nowhere"),
         ((TINY, "--clock", "graph", "--device", "cpu"), "clock: graph needs a GPU"),

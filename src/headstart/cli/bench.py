@@ -100,8 +100,12 @@ def run(
     if json_file is not None:
         runs.expect_writable(json_file)
     names = [name.strip() for name in arms.split(",") if name.strip()]
+    if len(set(names)) != len(names) or not names:
+        raise ValueError(f"arms: expected one or more, each once, got {arms!r}")
     chosen = [_case(id) for id in case_ids]
     place = _device(device)
+    if clock == "graph" and place.type != "cuda":
+        raise ValueError(f"clock: graph needs a GPU, not {place}")
     results: list[CaseResult] = []
     ceilings: dict[str, Any] = {}
     with Sources(names) as sources:
