@@ -261,7 +261,8 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
     tail_strides = [stride(tail, axis) for tail in tails for axis in (0, 1)]
     tail_rows = call.state.cache.tail_rows if cached else 1
     BK, BV = padded(K), config.BV
-    precise = "tf32" if q.dtype != torch.float32 else _float32_precision(call.device)
+    # Products of 16-bit operands ignore it, but AMD's compiler refuses the name "tf32".
+    precise = "ieee" if q.dtype != torch.float32 else _float32_precision(call.device)
     sequences, items = plan.table.sequences, plan.table.items
     tiles = plan.scratch.tiles or call.per_channel
     described = {
@@ -279,7 +280,7 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
     for parity, first in enumerate(range(0, max(1, plan.items), plan.span)):
         last = min(plan.items, first + plan.span)
         if last > first and call.per_channel:
-            blocks = channel_configuration(q.dtype)
+            blocks = channel_configuration(q.dtype, *_target(call.device))
             prepare_channels_kernel[(HV, last - first)](
                 q, k, v, own(g), own(beta), own(gate.a_log), own(gate.dt_bias),
                 sequences, items, own(read), own(cache.get("position")),
@@ -351,6 +352,13 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
 def _kv_strides(pool: Pool) -> tuple[int, ...]:
     n, h, a, b = pool.tensor.stride()
     return (n, h, a, b) if pool.layout == "kv" else (n, h, b, a)
+
+
+def _target(device: torch.device) -> tuple[str, int]:
+    """Backend and lanes of a warp; those of NVIDIA in the interpreter."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "hip", torch.cuda.get_device_properties(device).warp_size
+    return "cuda", 32
 
 
 def _float32_precision(device: torch.device) -> str:

@@ -34,13 +34,13 @@ ROWS = {
     "q", "k", "v", "o", "W", "U", "P", "q_tiles", "k_tiles", "tail_k", "tail_v",
     "keys",
 }  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v", "g_channel", "bias_channel"}
+ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v"}
 
 
 def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
     signature, attrs = {}, {}
     for name in fn.arg_names:
-        if name.isupper() and name not in ROWS:
+        if name in constexprs or name.isupper() and name not in ROWS:
             continue
         tiles = constexprs.get("TILES")
         if fn in (scan_kernel, prepare_kernel) and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
@@ -73,7 +73,7 @@ def kernels(target: Target) -> list[StaticKernel]:
     found = []
     for K, V, dtype in SIZES:
         config = configuration(K, V, dtype)
-        precision = "tf32"
+        precision = "ieee"
         if dtype == torch.float32:
             precision = "tf32x3" if target.backend == "cuda" else "ieee"
         BK = padded(K)
@@ -82,13 +82,16 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
                 "PER_CHANNEL": False, "PRECISION": precision,
             }  # fmt: skip
-            blocks = channel_configuration(dtype)
+            blocks = channel_configuration(dtype, target.backend, target.warp_size)
             gates = {
                 "BV": padded(V), "GATE": "raw" if cached else "log",
                 "BETA": "logit" if cached else "value", "HAS_G": True, "HAS_BETA": True,
                 "HAS_BIAS": cached, "NORMALISE": cached,
             }  # fmt: skip
-            channels = {"BC": blocks.BC, "GATE": "bounded" if cached else "log"}
+            channels = {
+                "BC": blocks.BC, "GATE": "bounded" if cached else "log", "g_channel": 1,
+                "bias_channel": 1,
+            }  # fmt: skip
             scan = {
                 "BV": config.BV, "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
