@@ -21,6 +21,12 @@ def rule(implementation):
 
 
 @pytest.fixture
+def checked(monkeypatch):
+    """What a device does not look at on its own is looked at."""
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
+
+
+@pytest.fixture
 def threads_restored():
     """Leave torch's thread count as it was."""
     before = torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.implementations import KERNELS
 from tests.ops.gated_delta_rule.inputs import Inputs, draw, packed
 from tests.ops.gated_delta_rule.oracle import relative, wide
 
@@ -12,7 +13,7 @@ from headstart.evidence.oracles.onnx import onnx_run
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime", minversion="1.30")
 
-MOST = 2e-6  # both sides work in float32
+MOST = 4e-6 if KERNELS else 2e-6  # both sides work in float32
 
 
 def near(found: torch.Tensor, theirs) -> bool:
@@ -123,6 +124,13 @@ def theirs(request):
     return getattr(model, request.param)
 
 
+def repeated(x: Inputs) -> list[torch.Tensor]:
+    """A batch of one with a key head for every value head: older versions ask for it."""
+    ratio = x.v.shape[1] // x.k.shape[1]
+    q, k = (tensor.repeat_interleave(ratio, 1) for tensor in (x.q, x.k))
+    return [tensor[None] for tensor in x.but(q=q, k=k)]
+
+
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("T", [1, 64, 150])
 def test_transformers_agrees(rule, theirs, T, normalised):
@@ -130,7 +138,7 @@ def test_transformers_agrees(rule, theirs, T, normalised):
     before = torch.randn(1, 4, 32, 24, generator=torch.Generator().manual_seed(8))
     found = rule(*x, state=before, return_state=True, qk_l2norm=normalised)
     o, state = theirs(
-        *(tensor[None] for tensor in x),
+        *repeated(x),
         initial_state=before,
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalised,
@@ -142,7 +150,5 @@ def test_transformers_agrees(rule, theirs, T, normalised):
 def test_transformers_agrees_in_bfloat16(rule, theirs):
     x = draw(150, 2, 4, 32, 24, dtype=torch.bfloat16, unit=False, seed=9)
     found = rule(*x, return_state=True, qk_l2norm=True)
-    o, _ = theirs(
-        *(tensor[None] for tensor in x), output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+    o, _ = theirs(*repeated(x), output_final_state=True, use_qk_l2norm_in_kernel=True)
     assert relative(found.o, wide(o[0])) < 1e-2

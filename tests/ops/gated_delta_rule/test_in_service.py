@@ -12,15 +12,15 @@ import headstart
 from headstart import DeltaCache, Pool, Schedule
 
 
-def test_threads_do_not_share_scratch(implementation):
+def test_threads_do_not_share_scratch(rule):
     """Two streams of calls at once: each gets the bits it gets alone."""
     inputs = [draw(90, 1, 2, 32, 24, seed=1), draw(130, 2, 4, 48, 40, seed=2)]
-    alone = [headstart.gated_delta_rule(*x, implementation=implementation).o for x in inputs]
+    alone = [rule(*x).o for x in inputs]
     wrong = []
 
     def serve(x, expected):
         for _ in range(10):
-            o = headstart.gated_delta_rule(*x, implementation=implementation).o
+            o = rule(*x).o
             if not torch.equal(o, expected):
                 wrong.append(x)
 

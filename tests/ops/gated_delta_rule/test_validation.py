@@ -316,18 +316,17 @@ def test_a_snapshot_may_not_lie_where_a_sequence_lives():
 # Starts
 
 
-def filled(implementation) -> DeltaCache:
+def filled(rule) -> DeltaCache:
     """Slot 1 holds 100 tokens: its state stands at 64."""
     cache = new_cache(draft_tokens=8)
-    headstart.gated_delta_rule(
-        **tensors(), schedule=scheduled(), state=cache.at([1]), implementation=implementation
-    )
+    rule(**tensors(), schedule=scheduled(), state=cache.at([1]))
     return cache
 
 
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("start", [1, 63, 101, 128, 10**9])
-def test_a_start_outside_the_tail_is_refused_before_anything_is_written(implementation, start):
-    cache = filled(implementation)
+def test_a_start_outside_the_tail_is_refused_before_anything_is_written(rule, start):
+    cache = filled(rule)
     before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
     out = torch.full((T, HV, V), 7.0)
     message = refused(
@@ -336,35 +335,31 @@ def test_a_start_outside_the_tail_is_refused_before_anything_is_written(implemen
         schedule=scheduled([60, 40], start_positions=[0, start]),
         state=cache.at([0, 1]),
         out=out,
-        implementation=implementation,
+        function=rule,
     )
     assert str(start) in message
     assert (out == 7).all()
     assert all(torch.equal(cache.tensors[name], before[name]) for name in before)
 
 
-def test_an_empty_slot_starts_at_0_only(implementation):
+@pytest.mark.usefixtures("checked")
+def test_an_empty_slot_starts_at_0_only(rule):
     refused(
         "start_positions: ",
         **tensors(),
         schedule=scheduled(start_positions=64),
-        state=filled(implementation).at([3]),
-        implementation=implementation,
+        state=filled(rule).at([3]),
+        function=rule,
     )
 
 
 @pytest.mark.parametrize("start", [0, 64, 99, 100])
-def test_a_start_within_the_tail_is_legal(implementation, start):
-    headstart.gated_delta_rule(
-        **tensors(),
-        schedule=scheduled(start_positions=start),
-        state=filled(implementation).at([1]),
-        implementation=implementation,
-    )
+def test_a_start_within_the_tail_is_legal(rule, start):
+    rule(**tensors(), schedule=scheduled(start_positions=start), state=filled(rule).at([1]))
 
 
-def test_a_draft_step_is_short(implementation):
-    cache = filled(implementation)
+def test_a_draft_step_is_short(rule):
+    cache = filled(rule)
     few = {name: tensor[:9] for name, tensor in tensors().items()}
     before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
     message = refused(
@@ -372,7 +367,7 @@ def test_a_draft_step_is_short(implementation):
         **few,
         schedule=scheduled([9], start_positions=100, drafts=True),
         state=cache.at([1]),
-        implementation=implementation,
+        function=rule,
     )
     assert "got 9" in message
     assert all(torch.equal(cache.tensors[name], before[name]) for name in before)
@@ -385,14 +380,14 @@ def test_a_draft_step_is_short(implementation):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_gradients_are_an_error_only_where_they_would_be_recorded(name, implementation):
+def test_gradients_are_an_error_only_where_they_would_be_recorded(name, rule):
     changed = tensors()
     changed[name] = changed[name].clone().requires_grad_()
-    message = refused(f"{name}: requires grad", **changed, implementation=implementation)
+    message = refused(f"{name}: requires grad", **changed, function=rule)
     assert "torch.inference_mode" in message
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            o = headstart.gated_delta_rule(**changed, implementation=implementation).o
+            o = rule(**changed).o
         assert not o.requires_grad
 
 
@@ -410,15 +405,10 @@ def test_gradients_of_states_and_gate_parameters_are_an_error_too(which):
         headstart.gated_delta_rule(**tensors(), **arguments)
 
 
-def test_the_cache_may_be_filled_under_inference_mode_and_used_outside(implementation):
+def test_the_cache_may_be_filled_under_inference_mode_and_used_outside(rule):
     with torch.inference_mode():
-        cache = filled(implementation)
-    headstart.gated_delta_rule(
-        **tensors(),
-        schedule=scheduled(start_positions=100),
-        state=cache.at([1]),
-        implementation=implementation,
-    )
+        cache = filled(rule)
+    rule(**tensors(), schedule=scheduled(start_positions=100), state=cache.at([1]))
 
 
 # HEADSTART_CHECK=1

@@ -14,6 +14,7 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDelta, GatedDeltaCall
+from headstart.ops.gated_delta_rule.steps import sequence_steps
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.ops.gated_delta_rule.triton.channel import (
     channel_configuration,
@@ -22,6 +23,7 @@ from headstart.ops.gated_delta_rule.triton.channel import (
 from headstart.ops.gated_delta_rule.triton.decays import decays_kernel
 from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
+from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.workspace import Workspace, default_workspace
 
@@ -190,6 +192,8 @@ def _device_slots(slots: Any, device: torch.device) -> torch.Tensor | None:
 
 def run(call: GatedDeltaCall) -> GatedDelta:
     """Compute the call."""
+    if checking():
+        sequence_steps(call)  # raises where a start is not legal in its slot
     stores = Stores.allocate(call, torch.float32)
     plan = Plan.of(call)
     workspace = call.workspace or default_workspace(call.device)
@@ -261,8 +265,7 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
     tail_strides = [stride(tail, axis) for tail in tails for axis in (0, 1)]
     tail_rows = call.state.cache.tail_rows if cached else 1
     BK, BV = padded(K), config.BV
-    # Products of 16-bit operands ignore it, but AMD's compiler refuses the name "tf32".
-    precise = "ieee" if q.dtype != torch.float32 else _float32_precision(call.device)
+    precise = precision(q.dtype, call.device)
     sequences, items = plan.table.sequences, plan.table.items
     tiles = plan.scratch.tiles or call.per_channel
     described = {
@@ -361,8 +364,10 @@ def _target(device: torch.device) -> tuple[str, int]:
     return "cuda", 32
 
 
-def _float32_precision(device: torch.device) -> str:
-    return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
+def precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How float32 operands are multiplied; for 16-bit ones a name that every target accepts."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return "tf32x3" if dtype == torch.float32 and nvidia else "ieee"
 
 
 IMPLEMENTATION = Implementation("triton", declines, run, workspace_bytes)
