@@ -46,9 +46,14 @@ def padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernels are built for (K, V, dtype): block of V, warps, stages of the scan."""
+    """How the kernels are built for (K, V, dtype).
+
+    BV: columns of V that one program of `scan` holds; BC: columns that `prepare` takes at a time,
+    rows of 128 bytes; their warps, and the stages of the scan.
+    """
 
     BV: int
+    BC: int
     prepare_warps: int
     scan_warps: int
     stages: int
@@ -57,7 +62,13 @@ class Config:
 def configuration(K: int, V: int, dtype: torch.dtype) -> Config:
     """The one configuration of a kind of call; it never depends on lengths or on the batch."""
     wide = dtype == torch.float32 or K > 128
-    return Config(BV=64, prepare_warps=4, scan_warps=4, stages=1 if wide else 3)
+    return Config(
+        BV=64,
+        BC=128 // dtype.itemsize,
+        prepare_warps=4,
+        scan_warps=4,
+        stages=1 if wide else 3,
+    )
 
 
 def declines(call: GatedDeltaCall) -> str | None:
@@ -270,7 +281,9 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
     tiles = plan.scratch.tiles or call.per_channel
     described = {
         name: TensorDescriptor.from_tensor(scratch[name.split()[0]], [CHUNK, columns])
-        for name, columns in (("W", BK), ("U", BV), ("U whole", padded(V)), ("P", CHUNK))
+        for name, columns in (
+            ("W", BK), ("U", BV), ("P", CHUNK), ("W part", config.BC), ("U part", config.BC),
+        )  # fmt: skip
     }
     if tiles:
         queries, keys = (
@@ -318,13 +331,13 @@ def launch(call: GatedDeltaCall, stores: Stores, plan: Plan, workspace: Workspac
             )
             prepare_kernel[(HV, last - first)](
                 q, k, v, sequences, items, own(read), own(tails[0]), own(tails[1]),
-                described["W"], described["U whole"], described["P"],
+                described["W part"], described["U part"], described["P"],
                 own(tile("q_tiles")), own(tile("k_tiles")), scratch["sums"],
                 scratch["from_start"], scratch["strengths"], scratch["clean"], own(tile("base")),
                 first, call.scale,
                 q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 *tail_strides[:4], tail_rows,
-                H=H, HV=HV, K=K, V=V, BK=BK, BV=padded(V), NORMALISE=call.qk_l2norm,
+                H=H, HV=HV, K=K, V=V, BK=BK, BV=padded(V), BC=config.BC, NORMALISE=call.qk_l2norm,
                 CACHED=cached, TILES=tiles, PRECISION=precise, num_warps=config.prepare_warps,
                 enable_fp_fusion=False,
             )

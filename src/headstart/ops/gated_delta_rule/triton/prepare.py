@@ -18,20 +18,26 @@ VARYING = ("first_item",)
 
 
 @triton.jit
-def normalised(x):
-    """x rsqrt(sum(x^2) + 1e-6) over the last axis, in float32."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
-def gathered(new_rows, tail_rows, new, old, columns, NORMALISE: tl.constexpr, CACHED: tl.constexpr):
-    """Rows of this call, normalised where asked, and rows of the tail; 0 where there is none."""
+def gathered(new_rows, tail_rows, new, old, columns, norms, CACHED: tl.constexpr):
+    """Columns of the rows of this call, divided by norms, and of the tail; 0 where there is none."""
     x = tl.load(new_rows, mask=new[:, None] & columns, other=0.0)
-    if NORMALISE:
-        x = normalised(x.to(tl.float32)).to(x.dtype)
+    if norms is not None:
+        x = (x.to(tl.float32) * norms[:, None]).to(x.dtype)
     if CACHED:
         x = tl.where(old[:, None], tl.load(tail_rows, mask=old[:, None] & columns, other=0.0), x)
     return x
+
+
+@triton.jit
+def inverse_norms(x, new, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr):
+    """rsqrt(sum(x^2) + 1e-6) of rows at x [64, 1], BC columns at a time."""
+    squares = tl.zeros((64,), tl.float32)
+    for c in tl.static_range(0, BK, BC):
+        columns = c + tl.arange(0, BC)
+        part = tl.load(x + columns[None, :], mask=new[:, None] & (columns < K)[None, :], other=0.0)
+        part = part.to(tl.float32)
+        squares += tl.sum(part * part, 1)
+    return tl.rsqrt(squares + 1e-6)
 
 
 @triton.jit
@@ -93,6 +99,7 @@ def prepare_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BC: tl.constexpr,
     NORMALISE: tl.constexpr,
     CACHED: tl.constexpr,
     TILES: tl.constexpr,
@@ -127,44 +134,54 @@ def prepare_kernel(
             return
         old = held & (at >= stands) & (at < start)
         ring = (at % tail_rows).to(tl.int32)
-    ck = tl.arange(0, BK)
-    cv = tl.arange(0, BV)
-    k_rows = k + first_row * k_token + key_head * k_head + rows[:, None] * k_token + ck[None, :]
-    v_rows = v + first_row * v_token + head * v_head + rows[:, None] * v_token + cv[None, :]
-    q_rows = q + first_row * q_token + key_head * q_head + rows[:, None] * q_token + ck[None, :]
-    k_tail = tail_k + slot * tail_k_slot + key_head * tail_k_head + ring[:, None] * K + ck[None, :]
-    v_tail = tail_v + slot * tail_v_slot + head * tail_v_head + ring[:, None] * V + cv[None, :]
-    in_k = ck[None, :] < K
-    in_v = cv[None, :] < V
+    k_rows = k + first_row * k_token + key_head * k_head + rows[:, None] * k_token
+    v_rows = v + first_row * v_token + head * v_head + rows[:, None] * v_token
+    q_rows = q + first_row * q_token + key_head * q_head + rows[:, None] * q_token
+    k_tail = tail_k + slot * tail_k_slot + key_head * tail_k_head + ring[:, None] * K
+    v_tail = tail_v + slot * tail_v_slot + head * tail_v_head + ring[:, None] * V
     tile = local * HV + head
     square = tile.to(tl.int64) * 64
     lead = head % (HV // H) == 0
-    key_tile = (local * H + key_head).to(tl.int64) * (64 * BK) + rows[:, None] * BK + ck[None, :]
+    key_tile = (local * H + key_head).to(tl.int64) * (64 * BK) + rows[:, None] * BK
     i = rows[:, None]
     j = rows[None, :]
+    k_norms = None
+    q_norms = None
+    if NORMALISE:
+        k_norms = inverse_norms(k_rows, new, K, BK, BC)
+        q_norms = inverse_norms(q_rows, new, K, BK, BC)
 
-    vv = gathered(v_rows, v_tail, new, old, in_v, False, CACHED)
-    kk = gathered(k_rows, k_tail, new, old, in_k, NORMALISE, CACHED)
-    qq = gathered(q_rows, q_rows, new, new, in_k, NORMALISE, False)
-    if TILES and lead:
-        tl.store(k_tiles + key_tile, kk)
-        tl.store(q_tiles + key_tile, qq)
-    products = tl.dot(kk, tl.trans(kk), input_precision=PRECISION)
-    spoiled = diagonal(products) + diagonal(tl.dot(vv, tl.trans(vv), input_precision=PRECISION))
+    products = tl.zeros((64, 64), tl.float32)
+    p = tl.zeros((64, 64), tl.float32)
+    for c in tl.static_range(0, BK, BC):
+        columns = (c + tl.arange(0, BC))[None, :]
+        there = columns < K
+        kk = gathered(k_rows + columns, k_tail + columns, new, old, there, k_norms, CACHED)
+        qq = gathered(q_rows + columns, q_rows, new, new, there, q_norms, False)
+        if TILES and lead:
+            tl.store(k_tiles + key_tile + columns, kk)
+            tl.store(q_tiles + key_tile + columns, qq)
+        products = tl.dot(kk, tl.trans(kk), products, input_precision=PRECISION)
+        p = tl.dot(qq, tl.trans(kk), p, input_precision=PRECISION)
+    spoiled = diagonal(products)
+    sizes = tl.zeros((64, 64), tl.float32)
+    for c in tl.static_range(0, BV, BC):
+        columns = (c + tl.arange(0, BC))[None, :]
+        vv = gathered(v_rows + columns, v_tail + columns, new, old, columns < V, None, CACHED)
+        sizes = tl.dot(vv, tl.trans(vv), sizes, input_precision=PRECISION)
+    spoiled += diagonal(sizes)
     clean = tl.min(tl.where(spoiled * 0.0 != 0.0, rows, 64), 0)
     clean = tl.minimum(clean, tl.load(clean_rows + tile))
-    b = tl.load(strengths + square + rows)
+    kept = rows < clean
+    b = tl.where(kept, tl.load(strengths + square + rows), 0.0)
     begin = tl.load(from_start + square + rows)
     if clean < 64:
-        b = tl.where(rows < clean, b, 0.0)
-        begin = tl.where(rows < clean, begin, 0.0)
-        tl.store(from_start + square + rows, tl.where(rows < clean, begin, float("nan")))
+        tl.store(from_start + square + rows, tl.where(kept, begin, float("nan")))
+    begin = tl.where(kept, begin, 0.0)
     two = square + tile // HV * (HV * 64)
     high = tl.load(sums + two + rows)
     rest = tl.load(sums + two + HV * 64 + rows)
     G = tl.exp2((high[:, None] - high[None, :]) + (rest[:, None] - rest[None, :]))
-
-    p = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     p = tl.where((i >= j) & (j < clean), p * (G * scale), 0.0)
     P.store([tile * 64, 0], p.to(dtype))
     A = tl.where((i > j) & (i < clean), products * G * b[:, None], 0.0)
@@ -172,20 +189,17 @@ def prepare_kernel(
         T = unit_lower_inverse(A, tl.float32, PRECISION)
     else:
         T = unit_lower_inverse(A, tl.float16, PRECISION)
+
+    # k and v are read again, without spoiled rows (0 * NaN is NaN), not kept through the inverse.
+    new = new & kept
+    old = old & kept
     T = T * b[None, :]
-    u = precise_dot(T, vv, PRECISION)
-    if clean < 64:
-        # 0 * NaN is NaN: once more without the spoiled rows.
-        kept = rows < clean
-        u = precise_dot(
-            T, gathered(v_rows, v_tail, new & kept, old & kept, in_v, False, CACHED), PRECISION
-        )
-    U.store([tile * 64, 0], u.to(dtype))
+    for c in tl.static_range(0, BV, BC):
+        columns = (c + tl.arange(0, BC))[None, :]
+        vv = gathered(v_rows + columns, v_tail + columns, new, old, columns < V, None, CACHED)
+        U.store([tile * 64, c], precise_dot(T, vv, PRECISION).to(dtype))
     T = T * begin[None, :]
-    w = precise_dot(T, kk, PRECISION)
-    if clean < 64:
-        kept = rows < clean
-        w = precise_dot(
-            T, gathered(k_rows, k_tail, new & kept, old & kept, in_k, NORMALISE, CACHED), PRECISION
-        )
-    W.store([tile * 64, 0], w.to(dtype))
+    for c in tl.static_range(0, BK, BC):
+        columns = (c + tl.arange(0, BC))[None, :]
+        kk = gathered(k_rows + columns, k_tail + columns, new, old, columns < K, k_norms, CACHED)
+        W.store([tile * 64, c], precise_dot(T, kk, PRECISION).to(dtype))

@@ -45,6 +45,8 @@ def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[
         tiles = constexprs.get("TILES")
         if fn in (scan_kernel, prepare_kernel) and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
             columns = {"U": constexprs["BV"], "P": 64}.get(name, constexprs["BK"])
+            if fn is prepare_kernel and name != "P":
+                columns = constexprs["BC"]
             block = f"64,1,{columns}" if name == "q" and not tiles else f"64,{columns}"
             signature[name] = f"tensordesc<{kind}[{block}]>"
         elif name in ROWS:
@@ -99,7 +101,7 @@ def kernels(target: Target) -> list[StaticKernel]:
             }  # fmt: skip
             for fn, own, warps, stages in (
                 (decays_kernel, gates | {"BH": DECAY_HEADS}, DECAY_HEADS // 2, 2),
-                (prepare_kernel, gates, config.prepare_warps, 2),
+                (prepare_kernel, gates | {"BC": config.BC}, config.prepare_warps, 2),
                 (prepare_channels_kernel, gates | channels, blocks.warps, 2),
                 (scan_kernel, scan, config.scan_warps, 2),
                 (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.scan_warps, 2),
