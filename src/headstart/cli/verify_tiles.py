@@ -25,6 +25,7 @@ def tiles(ctx: click.Context, tiling: str, json_file: str | None) -> None:
     from headstart.cli.printing import console, print_table
     from headstart.cli.verify import report_failures
     from headstart.evidence import cases, runs
+    from headstart.evidence.cases.extend_attention import AttentionCase
     from headstart.evidence.tile_bounds import brute_force, saving, slices
 
     if json_file is not None:
@@ -61,7 +62,11 @@ def tiles(ctx: click.Context, tiling: str, json_file: str | None) -> None:
     witnesses = sum(count.lower + count.upper for count in counts)
     console().print(f"\n{violations:,} violating tiles, {witnesses:,} witnesses of tightness\n")
     found = cases.catalogue("extend_attention", small=False)
-    savings = [saving(case, shape) for case in found if not case.id.endswith("-nosink")]
+    savings = [
+        saving(case, shape)
+        for case in found
+        if isinstance(case, AttentionCase) and not case.id.endswith("-nosink")
+    ]
     print_table(
         ("case", "key tiles", "within bounds", "predicted saving"),
         [(one.case, one.before, one.after, f"{one.saved:.1%}") for one in savings],

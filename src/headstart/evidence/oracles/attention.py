@@ -38,7 +38,7 @@ def attend(
     """
     T, G, D = q.shape
     k, v = k.double(), v.double()
-    scale = D**-0.5 if scale is None else scale
+    factor = D**-0.5 if scale is None else scale
     o = torch.empty(T, G, v.shape[1], dtype=torch.float64, device=q.device)
     lse = torch.empty(T, G, dtype=torch.float64, device=q.device)
     for first in range(0, T, ROWS):
@@ -53,7 +53,7 @@ def attend(
         seen = keys <= own[:, None] if mask is None else mask[rows, begin:end]
         if window is not None:
             seen = seen & (keys > own[:, None] - window)
-        scores = scale * torch.einsum("tgd,jd->gtj", q[rows].double(), k[begin:end])
+        scores = factor * torch.einsum("tgd,jd->gtj", q[rows].double(), k[begin:end])
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -94,8 +94,7 @@ def replay(
     if qk_l2norm:
         q, k = normalised(q), wide(torch.from_numpy(normalised(k)).to(dtype))
     q, k = (x.repeat(HV // q.shape[1], axis=1) for x in (q, k))
-    if scale is None:
-        scale = K**-0.5
+    factor = K**-0.5 if scale is None else scale
     g = np.zeros((T, HV)) if g is None else g if isinstance(g, np.ndarray) else wide(g)
     beta = (
         np.ones((T, HV)) if beta is None else beta if isinstance(beta, np.ndarray) else wide(beta)
@@ -105,12 +104,13 @@ def replay(
         state = wide(state)
     S = np.zeros((HV, K, V)) if state is None else np.array(state, dtype=np.float64)
     o: Any = np.empty((T, HV, V))
-    rows = [q[:, :, None], k[:, :, None], v, decay[..., None], beta[..., None], S, o]
+    rows: list[Any] = [q[:, :, None], k[:, :, None], v, decay[..., None], beta[..., None], S, o]
     if device is not None:
         rows = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in rows]
     with np.errstate(invalid="ignore", over="ignore"):
-        states = _walk(*rows, scale, set(keep))
-    return Replay(rows[-1], states)
+        q, k, v, decay, beta, S, o = rows
+        states = _walk(q, k, v, decay, beta, S, o, factor, set(keep))
+    return Replay(o, states)
 
 
 def _walk(

@@ -51,7 +51,7 @@ def onnx_run(
     session = runtime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    return session.run(None, {name: tensor.numpy() for name, tensor in given.items()})
+    return list(session.run(None, {name: tensor.numpy() for name, tensor in given.items()}))
 
 
 def gated_delta_net(
@@ -107,7 +107,8 @@ def _delta(case: DeltaCase, seed: int, dtype: torch.dtype) -> dict[str, torch.Te
     if before is None:
         before = torch.zeros(len(case.lengths), case.HV, case.K, case.V)
     rows = [call[name].float().contiguous() for name in ("q", "k", "v", "g", "beta")]
-    o, state = gated_delta_net(*rows, list(case.lengths), before)
+    q, k, v, g, beta = rows
+    o, state = gated_delta_net(q, k, v, g, beta, list(case.lengths), before)
     found = {"o": o.view(case.tokens, case.HV, case.V)}
     if case.state != "none":
         found["state"] = state.flatten(2)

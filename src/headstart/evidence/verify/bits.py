@@ -133,6 +133,7 @@ class Rule:
             **rows, schedule=schedule, state=cache.at([slot]), snapshots=torch.float32,
             **self.arguments,
         )  # fmt: skip
+        assert found.snapshots is not None
         return found.o, dict(zip(schedule.snapshot_positions[0], found.snapshots, strict=True))
 
     def cold(self) -> tuple[torch.Tensor, dict[int, torch.Tensor], torch.Tensor]:
@@ -284,9 +285,10 @@ class Attention:
         """o and LSE, reproducible."""
         if self.options["sinks"]:
             options["sinks"] = self.sinks[heads]
-        return self.run(
+        o, lse = self.run(
             q, k, v, window=self.options["window"], reproducible=True, return_lse=True, **options
         )
+        return o, lse  # type: ignore[return-value]
 
     def cold(self) -> tuple[torch.Tensor, torch.Tensor]:
         """o and LSE of a cold prefill."""

@@ -71,6 +71,7 @@ def _delta(
     steps = case.steps(seed, device, dtype)
     pool = steps[-1].get("state")
     before = pool.tensor.clone() if isinstance(pool, headstart.Pool) else None
+    found: Any = None
     with poisoned_memory():
         for step in steps:
             out = poison(torch.empty_like(step["v"]))
@@ -93,7 +94,9 @@ def _states(
     if found.state is not None:
         computed.add("state", found.state, heads=case.HV)
     elif before is not None:
-        mine = list(state.read_slots)
+        assert isinstance(state, headstart.Pool)
+        assert state.read_slots is not None
+        mine = [int(slot) for slot in state.read_slots]
         computed.add("state", state.tensor[mine], heads=case.HV)
         others = torch.ones(len(before), dtype=torch.bool, device=before.device)
         others[mine] = False
@@ -185,7 +188,10 @@ def _attention(
                     for part in ("prefix", "extend")
                 ]
                 o, lse = headstart.merge_attention(
-                    parts, sinks, out=fresh(wide), implementation=implementation
+                    parts,  # type: ignore[arg-type]
+                    sinks,
+                    out=fresh(wide),
+                    implementation=implementation,
                 )
             except headstart.Declined as reason:
                 computed.notes.append(f"no partials: {reason}")

@@ -347,7 +347,7 @@ class Engine:
             for token in brought:
                 if finite[row]:  # a spoiled draft spoils those after it, which are spoiled too
                     token.seen = self.same(token.seen, found[row], wide[row], token.o)
-                    if y is not None:
+                    if y is not None and wide_y is not None:
                         token.seen_y = self.same(token.seen_y, y[row], wide_y[row], token.y)
                 row += 1
 

@@ -94,15 +94,12 @@ def build(
         items += [[-1, 0, -1, 0]] * (rows - len(items))
         nobody = [0, 0, 0, 0, 0, -1, 0, -1]
         sequences += [nobody] * (schedule.capacity[0] - len(sequences))
-    tensors = [
-        torch.tensor(rows, dtype=torch.int32).view(-1, columns)
-        for rows, columns in ((sequences, SEQUENCE_COLUMNS), (items, ITEM_COLUMNS))
-    ]
+    new_sequences = torch.tensor(sequences, dtype=torch.int32).view(-1, SEQUENCE_COLUMNS)
+    new_items = torch.tensor(items, dtype=torch.int32).view(-1, ITEM_COLUMNS)
     if into is None:
-        moved = [tensor.to(schedule.device) for tensor in tensors]
-    else:
-        moved = [into.sequences, into.items]
-        for target, source in zip(moved, tensors, strict=True):
-            # Pageable memory: staged before the call returns, so the source may go.
-            target.copy_(source, non_blocking=True)
-    return ChunkTable(*moved, offsets)
+        device = schedule.device
+        return ChunkTable(new_sequences.to(device), new_items.to(device), offsets)
+    # Pageable memory: staged before the call returns, so the sources may go.
+    into.sequences.copy_(new_sequences, non_blocking=True)
+    into.items.copy_(new_items, non_blocking=True)
+    return ChunkTable(into.sequences, into.items, offsets)

@@ -180,7 +180,7 @@ def convolve_kernel(
     firsts = starts + count
     positions = firsts + count + 1
     index = tl.maximum(i - tiles, 0)
-    if i < tiles:
+    if i < tiles:  # noqa: SIM108 (a kernel's branch)
         n = _find(offsets, count, i, rows)
     else:
         n = tl.load(positions + snapshots + index)

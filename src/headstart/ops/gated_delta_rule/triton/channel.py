@@ -14,6 +14,10 @@ From the first row on that is not finite, rows count as empty here and `clean_ro
 which later makes those outputs and all later states NaN and leaves earlier rows alone.
 """
 
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from dataclasses import dataclass
 
 import torch

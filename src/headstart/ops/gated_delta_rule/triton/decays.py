@@ -5,9 +5,14 @@
 A running sum is kept in units of log 2 as two float32 words of one float64 sum, so a difference of
 sums is as exact as its own size allows. exp of a log decay below CUT, -inf included, is 0 in
 float32, as is exp2(-FAR): such a row adds -FAR, which a difference either holds or cancels exactly,
-so -inf and -316 cost no other entry a digit. Row i of every result looks at rows <= i alone. A row that holds no token has log decay 0 and beta 0; from the first row
-whose gates are not finite on, `clean` of the head says so.
+so -inf and -316 cost no other entry a digit. Row i of every result looks at rows <= i alone. A row
+that holds no token has log decay 0 and beta 0; `clean` of a head is its first row whose gates are
+not finite, 64 if there is none.
 """
+
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl

@@ -1,8 +1,13 @@
 """Gate parameters, elementwise in float32.
 
-    log decay = g | log(g) | -exp(a_log) softplus(g + dt_bias) | lower sigmoid(exp(a_log)(g + dt_bias))
-    beta = b | sigmoid(b) | 2 sigmoid(b)
+log decay = g | log(g) | -exp(a_log) softplus(g + dt_bias)
+            | lower_bound sigmoid(exp(a_log) (g + dt_bias))
+beta = b | sigmoid(b) | 2 sigmoid(b)
 """
+
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl

@@ -9,6 +9,10 @@ Products take their operands in float16 beside 16-bit inputs: |T_ij| is at most
 beta_i |k_i| |k_j| wherever the rule itself does not grow, and float16 has the digits of TF32.
 """
 
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
 import triton
 import triton.language as tl
 

@@ -9,6 +9,10 @@ that is not finite, rows count as empty here and Gamma_i0 is NaN, which later ma
 and all later states NaN and leaves earlier rows alone.
 """
 
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
 import triton
 import triton.language as tl
 
@@ -19,7 +23,7 @@ VARYING = ("first_item",)
 
 @triton.jit
 def gathered(new_rows, tail_rows, new, old, columns, norms, CACHED: tl.constexpr):
-    """Columns of the rows of this call, divided by norms, and of the tail; 0 where there is none."""
+    """Columns of the rows of this call, times norms, and of the tail; 0 where there is none."""
     x = tl.load(new_rows, mask=new[:, None] & columns, other=0.0)
     if norms is not None:
         x = (x.to(tl.float32) * norms[:, None]).to(x.dtype)
@@ -42,7 +46,7 @@ def inverse_norms(x, new, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def precise_dot(x, y, PRECISION: tl.constexpr):
-    """x y of float32 x and y in its dtype: x as two words, for its rounding would be the largest."""
+    """x y of float32 x and y in its dtype; x as two words, or its rounding would be the largest."""
     dtype = y.dtype
     if dtype == tl.float32:
         found = tl.dot(x, y, input_precision=PRECISION)

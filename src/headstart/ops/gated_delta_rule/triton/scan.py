@@ -1,6 +1,6 @@
 """Serial over the chunks of a sequence: outputs and states, for one value head and a block of V.
 
-    v_new = U - W S      o = scale Gamma_i0 q S + P v_new      S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
+    v_new = U - W S    o = scale Gamma_i0 q S + P v_new    S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
 
 [Gated Delta Networks, arXiv 2412.06464.] S is kept in float32 registers, transposed [BV, K], so it
 and v_new are first operands straight from registers; columns of V never mix. U, W, P and the decays
@@ -8,6 +8,11 @@ come from `prepare`. A span is a run of items whose tiles are in scratch; betwee
 through `carry` in float32. A cache's tail, position and end are written here, where no program
 reads them: `prepare` has left a copy of the position in `base`.
 """
+
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+# ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
 import triton
 import triton.language as tl
@@ -210,7 +215,10 @@ def scan_kernel(
         else:
             # Rows of other sequences would meet zeros of W and U, but 0 * NaN is NaN: masked.
             kk = tl.load(
-                k + (row + at - start).to(tl.int64)[:, None] * k_token + key_head * k_head + ck[None, :],
+                k
+                + (row + at - start).to(tl.int64)[:, None] * k_token
+                + key_head * k_head
+                + ck[None, :],
                 mask=new[:, None] & in_k,
                 other=0.0,
             )
@@ -227,14 +235,9 @@ def scan_kernel(
         v_new = tl.trans(u).to(tl.float32) - x
         update = v_new if PER_CHANNEL else v_new * outside[None, :]
         S = tl.dot(update.to(dtype), kk, S * whole, input_precision=PRECISION)
-        out = tl.dot(
-            v_new.to(dtype), tl.trans(p), y * inside[None, :], input_precision=PRECISION
-        )
+        out = tl.dot(v_new.to(dtype), tl.trans(p), y * inside[None, :], input_precision=PRECISION)
         tl.store(
-            o
-            + (row + at - start).to(tl.int64)[:, None] * o_token
-            + head * o_head
-            + cv[None, :],
+            o + (row + at - start).to(tl.int64)[:, None] * o_token + head * o_head + cv[None, :],
             tl.trans(out).to(dtype),
             mask=new[:, None] & in_v[None, :],
         )

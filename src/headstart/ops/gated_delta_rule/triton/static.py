@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 
-from headstart.ops.gated_delta_rule.triton.call import DECAY_HEADS, configuration, padded
 from headstart.ops.gated_delta_rule.triton.channel import (
     channel_configuration,
     prepare_channels_kernel,
+)
+from headstart.ops.gated_delta_rule.triton.config import (
+    DECAY_HEADS,
+    configuration,
+    padded,
+    precision,
 )
 from headstart.ops.gated_delta_rule.triton.decays import decays_kernel
 from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
@@ -18,8 +23,13 @@ from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
 from headstart.runtime.static import StaticKernel, Target
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-SIZES = ((128, 128, torch.bfloat16), (128, 128, torch.float16), (128, 128, torch.float32),
-         (64, 64, torch.bfloat16), (256, 256, torch.bfloat16))
+SIZES = (
+    (128, 128, torch.bfloat16),
+    (128, 128, torch.float16),
+    (128, 128, torch.float32),
+    (64, 64, torch.bfloat16),
+    (256, 256, torch.bfloat16),
+)
 FLOATS = {
     "g", "beta", "a_log", "dt_bias", "tail_decay", "tail_beta", "from_start", "to_end",
     "whole_decay", "whole", "sums",
@@ -37,13 +47,17 @@ ROWS = {
 ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v"}
 
 
-def _signature(fn: Any, kind: str, constexprs: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
+def _signature(
+    fn: Any, kind: str, constexprs: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, int]]:
     signature, attrs = {}, {}
     for name in fn.arg_names:
-        if name in constexprs or name.isupper() and name not in ROWS:
+        if name in constexprs or (name.isupper() and name not in ROWS):
             continue
         tiles = constexprs.get("TILES")
-        if fn in (scan_kernel, prepare_kernel) and name in ("W", "U", "P") or name in ("q", "k") and fn is scan_kernel and (tiles or name == "q"):
+        if (fn in (scan_kernel, prepare_kernel) and name in ("W", "U", "P")) or (
+            name in ("q", "k") and fn is scan_kernel and (tiles or name == "q")
+        ):
             columns = {"U": constexprs["BV"], "P": 64}.get(name, constexprs["BK"])
             if fn is prepare_kernel and name != "P":
                 columns = constexprs["BC"]
@@ -75,14 +89,11 @@ def kernels(target: Target) -> list[StaticKernel]:
     found = []
     for K, V, dtype in SIZES:
         config = configuration(K, V, dtype)
-        precision = "ieee"
-        if dtype == torch.float32:
-            precision = "tf32x3" if target.backend == "cuda" else "ieee"
         BK = padded(K)
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
-                "PER_CHANNEL": False, "PRECISION": precision,
+                "PER_CHANNEL": False, "PRECISION": precision(dtype, target.backend),
             }  # fmt: skip
             blocks = channel_configuration(dtype, target.backend, target.warp_size)
             gates = {
@@ -107,9 +118,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.scan_warps, 2),
             ):  # fmt: skip
                 constexprs = {
-                    name: value
-                    for name, value in {**sizes, **own}.items()
-                    if name in fn.arg_names
+                    name: value for name, value in {**sizes, **own}.items() if name in fn.arg_names
                 }
                 signature, attrs = _signature(fn, NAMES[dtype], constexprs)
                 name = fn.__name__.removesuffix("_kernel")
