@@ -10,6 +10,8 @@ import copy
 
 import torch
 
+from headstart import Workspace
+
 
 class _Copies:
     def __init__(self, device: torch.device) -> None:
@@ -25,6 +27,8 @@ class _Copies:
             return self._remember(value, self._tensor) if value.device.type == "cpu" else value
         if isinstance(value, torch.device):
             return self.device if value.type == "cpu" else value
+        if isinstance(value, Workspace):
+            return value  # it is of the device already
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return type(value)(self.there(item) for item in value)
         if isinstance(value, dict):
@@ -63,7 +67,8 @@ class _Copies:
             self.storages[key] = (storage, there)
         made = torch.zeros(0, dtype=tensor.dtype, device=self.device)
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return made.set_(self.storages[key][1], *place)
+        made.set_(self.storages[key][1], *place)
+        return made.requires_grad_() if tensor.requires_grad else made
 
     def _object(self, value):
         made = copy.copy(value)

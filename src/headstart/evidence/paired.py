@@ -50,7 +50,7 @@ def orders(count: int, rounds: int) -> list[tuple[int, ...]]:
     the list before it.
 
     >>> orders(3, 6)
-    [(0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (1, 0, 2), (0, 2, 1)]
+    [(0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 0, 2)]
     """
     arms = list(range(count))
     found = []

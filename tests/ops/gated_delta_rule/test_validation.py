@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from tests.implementations import DEVICE, by_name
 from tests.ops.gated_delta_rule.inputs import draw
 
 import headstart
@@ -502,11 +503,12 @@ def calls():
 
 
 @pytest.mark.parametrize("name", [name for name, _ in calls()])
-def test_workspace_bytes_is_what_a_call_takes(implementation, name):
-    arguments = dict(calls())[name] | {"implementation": implementation}
-    expected = headstart.workspace_bytes("gated_delta_rule", **arguments)
-    workspace = Workspace("cpu")
-    headstart.gated_delta_rule(**arguments, workspace=workspace)
+def test_workspace_bytes_is_what_a_call_takes(implementation, rule, name):
+    arguments = dict(calls())[name]
+    workspace = Workspace(DEVICE)
+    rule(**arguments, workspace=workspace)
+    asked = by_name(headstart.workspace_bytes, implementation)
+    expected = asked("gated_delta_rule", **arguments)
     assert workspace.bytes == expected
     if implementation == "torch" and name != "empty":
         assert expected > 0
