@@ -337,6 +337,8 @@ def test_ctrl_c_ends_cleanly_and_a_terminal_sees_a_bar(prompt):
         stdout=subprocess.PIPE,
         stderr=inner,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        # whoever started the tests may ignore it, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(inner)
     seen = b""
