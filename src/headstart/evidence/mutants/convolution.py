@@ -1,0 +1,142 @@
+"""Named mutants of the short convolution, of the gated norm and of the histories they keep."""
+
+# ruff: noqa: E501 (edits quote lines as they stand)
+
+from __future__ import annotations
+
+from functools import partial
+
+from headstart.evidence.mutants.record import Mutant
+
+_mutant = partial(Mutant, op="convolution", implementation="torch")
+TORCH = "convolution/decomposed.py"
+HISTORIES = "convolution/histories.py"
+KERNEL = "convolution/triton/convolve.py"
+
+MUTANTS = (
+    _mutant(
+        name="convolution-last-tap-dropped",
+        fault="The newest input does not enter.",
+        file=TORCH,
+        old="        for w in range(1, len(self.taps)):",
+        new="        for w in range(1, len(self.taps) - 1):",
+        checks=("convolution",),
+    ),
+    _mutant(
+        name="convolution-taps-reversed",
+        fault="Taps are taken newest first.",
+        file=TORCH,
+        old="        self.taps = call.weight.t().to(torch.float32).contiguous()",
+        new="        self.taps = call.weight.t().flip(0).to(torch.float32).contiguous()",
+        checks=("convolution",),
+    ),
+    _mutant(
+        name="convolution-neighbour-seen",
+        fault="The first rows of a sequence see the last ones of the sequence before.",
+        pitfall=59,
+        file=TORCH,
+        old="    _heads(call, histories.before, rows, y)\n",
+        new="    _heads(call, histories.before, rows, y) if call.schedule.N == 1 else None\n",
+        checks=("convolution", "layer"),
+    ),
+    _mutant(
+        name="convolution-history-not-restored",
+        fault="A restored prefix starts without its history.",
+        pitfall=61,
+        file=HISTORIES,
+        old="        empty = (wanted < 0) | (slot < 0)[:, None]",
+        new="        empty = (wanted < self._starts.max()) | (slot < 0)[:, None]",
+        checks=("layer",),
+    ),
+    _mutant(
+        name="convolution-stale-history",
+        fault="A new sequence in a used slot sees the inputs of the one before.",
+        pitfall=64,
+        file=HISTORIES,
+        old="        empty = (wanted < 0) | (slot < 0)[:, None]",
+        new="        empty = (slot < 0)[:, None]",
+        checks=("transcripts",),
+    ),
+    _mutant(
+        name="convolution-ring-off-by-one",
+        fault="The ring is written one column late.",
+        pitfall=64,
+        file=HISTORIES,
+        old='        cache.tensors["history"][slot[n], :, position % columns] = self.call.x[rows]',
+        new='        cache.tensors["history"][slot[n], :, (position + 1) % columns] = '
+        "self.call.x[rows]",
+        checks=("layer",),
+    ),
+    _mutant(
+        name="convolution-history-of-first-inputs",
+        fault="A snapshot keeps the inputs one token late.",
+        file=HISTORIES,
+        old="        since = (positions - self._starts[n])[:, None] + self._span",
+        new="        since = (positions - self._starts[n])[:, None] + self._span - 1",
+        checks=("convolution",),
+    ),
+    _mutant(
+        name="convolution-draft-overwrites",
+        fault="The ring has no room for the inputs before a draft.",
+        pitfall=62,
+        file="gated_delta_rule/cache.py",
+        old="        return self.conv_width - 1 + self.draft_tokens",
+        new="        return self.conv_width - 1",
+        checks=("transcripts",),
+    ),
+    _mutant(
+        name="convolution-norm-eps-outside",
+        fault="The norm adds eps after the root.",
+        file=TORCH,
+        old="total.div_(D).add_(call.eps).rsqrt_()",
+        new="total.div_(D).sqrt_().add_(call.eps).reciprocal_()",
+        checks=("norm",),
+    ),
+    _mutant(
+        name="convolution-norm-gate-before",
+        fault="The norm's gate is not activated.",
+        file=TORCH,
+        old="            normed *= activate(other.copy_(gate[place]), third[:size].view(shape))",
+        new="            normed *= other.copy_(gate[place])",
+        checks=("norm",),
+    ),
+    _mutant(
+        name="convolution-kernel-history-not-read",
+        fault="The kernel's first rows see zeros in place of the history.",
+        pitfall=61,
+        implementation="triton",
+        file=KERNEL,
+        old="        b_x = tl.where(since >= 0, b_x, tl.load(p_old, mask=m_c & seen, other=0.0))",
+        new="        b_x = tl.where(since >= 0, b_x, 0.0)",
+        checks=("convolution",),
+    ),
+    _mutant(
+        name="convolution-kernel-tail-written",
+        fault="Rows past a sequence's end are written.",
+        implementation="triton",
+        file=KERNEL,
+        old="                    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_c & (t + u < stop))",
+        new="                    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_c & (t + u <= stop)"
+        ")",
+        checks=("convolution",),
+    ),
+    _mutant(
+        name="convolution-kernel-last-tap-dropped",
+        fault="The newest input does not enter.",
+        implementation="triton",
+        file=KERNEL,
+        old="                    for w in tl.static_range(1, WIDTH):",
+        new="                    for w in tl.static_range(1, WIDTH - 1):",
+        checks=("convolution",),
+    ),
+    _mutant(
+        name="convolution-kernel-norm-mean-of-block",
+        fault="The norm divides by the block's size.",
+        implementation="triton",
+        file="convolution/triton/norm.py",
+        old="    mean = tl.sum(b_x * b_x, axis=1) / size",
+        new="    mean = tl.sum(b_x * b_x, axis=1) / BD",
+        checks=("norm",),
+    ),
+)
+"""Each with the check that reveals it, the cheapest first."""

@@ -1,0 +1,190 @@
+"""Named mutants of the gated delta rule's Triton kernels.
+
+In the interpreter they run in float32; those that only hardware shows wait for a device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headstart.evidence.mutants.record import Mutant
+
+_mutant = partial(Mutant, op="gated_delta_rule", implementation="triton")
+SCAN = "gated_delta_rule/triton/scan.py"
+PREPARE = "gated_delta_rule/triton/prepare.py"
+DECAYS = "gated_delta_rule/triton/decays.py"
+INVERSE = "gated_delta_rule/triton/inverse.py"
+GATES = "gated_delta_rule/triton/gates.py"
+TABLE = "gated_delta_rule/chunk_table.py"
+
+MUTANTS = (
+    _mutant(
+        name="kernel-carry-scaled",
+        fault="The state is scaled by 0.99 from span to span.",
+        file=SCAN,
+        old="        store_state(S, carry +",
+        new="        store_state(S * 0.99, carry +",
+        checks=("rule many spans",),
+    ),
+    _mutant(
+        name="kernel-carry-not-alternating",
+        fault="A span reads the carry of its own parity.",
+        file=SCAN,
+        old="            carry + ((1 - parity) * HV + head)",
+        new="            carry + (parity * HV + head)",
+        checks=("rule many spans",),
+    ),
+    _mutant(
+        name="kernel-last-decay-dropped",
+        fault="The decay of a chunk's last token does not reach the state.",
+        file=SCAN,
+        old="        whole = tl.load(from_start + tile * 64 + 63)",
+        new="        whole = tl.load(from_start + tile * 64 + 62)",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-state-rounded",
+        fault="The state is kept in bfloat16.",
+        pitfall=24,
+        file=SCAN,
+        old="        S = tl.dot(update.to(dtype), kk, S * whole, input_precision=PRECISION)\n",
+        new="        S = tl.dot(update.to(dtype), kk, S * whole, input_precision=PRECISION)\n"
+        "        S = S.to(tl.float16).to(tl.float32)\n",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-stale-slot",
+        fault="A new sequence starts from whatever its slot held.",
+        pitfall=64,
+        file=SCAN,
+        old="            there = there & (start > 0) & (stands > 0)\n",
+        new="",
+        checks=("rule cache",),
+    ),
+    _mutant(
+        name="kernel-head-ratio",
+        fault="Value head j reads key head j mod H.",
+        file=PREPARE,
+        old="    key_head = head // (HV // H)",
+        new="    key_head = head % H",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-neighbour-rows-read",
+        fault="Rows of the next sequence are read as this one's.",
+        pitfall=8,
+        file=PREPARE,
+        old="    new = (at >= start) & (at < end)\n",
+        new="    new = at >= start\n",
+        checks=("rule", "rule cache"),
+    ),
+    _mutant(
+        name="kernel-neighbour-rows-written",
+        fault="Rows of the sequence before are written by this one's first chunk.",
+        pitfall=8,
+        file=SCAN,
+        old="        at = low + rows\n        new = (at >= start) & (at < end)\n        w = W",
+        new="        at = low + rows\n        new = at < end\n        w = W",
+        checks=("rule cache",),
+    ),
+    _mutant(
+        name="kernel-forgetting-lost",
+        fault="A decay of -inf is a step of -4 in powers of two.",
+        pitfall=2,
+        file=DECAYS,
+        old="FAR = tl.constexpr(256.0)",
+        new="FAR = tl.constexpr(4.0)",
+        checks=("rule late forgetting", "rule hard decays"),
+    ),
+    _mutant(
+        name="kernel-one-word-sums",
+        fault="Running sums of decays are kept in one float32 word.",
+        pitfall=1,
+        file=DECAYS,
+        old="    rest = (total - high.to(tl.float64)).to(tl.float32)",
+        new="    rest = (total - total).to(tl.float32)",
+        checks=("rule hard decays",),
+    ),
+    _mutant(
+        name="kernel-tail-mask-dropped",
+        fault="Rows that hold no token have a beta of 1.",
+        pitfall=6,
+        file=DECAYS,
+        old="        b = tl.where(new, strength(b, BETA), 0.0)",
+        new="        b = tl.where(new, strength(b, BETA), 1.0)",
+        checks=("rule cache", "rule", "rule raw gates"),
+    ),
+    _mutant(
+        name="kernel-tail-row-missing",
+        fault="The first row of a tail is not read.",
+        file=PREPARE,
+        old="        old = held & (at >= stands) & (at < start)",
+        new="        old = held & (at > stands) & (at < start)",
+        checks=("rule cache",),
+    ),
+    _mutant(
+        name="kernel-drafts-folded-early",
+        fault="A step with drafts folds the chunk that they complete.",
+        pitfall=62,
+        file=TABLE,
+        old="        fold = opening if draft else end // CHUNK",
+        new="        fold = end // CHUNK",
+        checks=("rule drafts",),
+    ),
+    _mutant(
+        name="kernel-snapshot-one-late",
+        fault="A snapshot holds the state one chunk late.",
+        file=TABLE,
+        old="after.get(low + CHUNK, -1)",
+        new="after.get(low, -1)",
+        checks=("rule snapshots",),
+    ),
+    _mutant(
+        name="kernel-inverse-level-missing",
+        fault="The inverse leaves out the blocks between halves of a chunk.",
+        file=INVERSE,
+        old="    for level in tl.static_range(4, 6):",
+        new="    for level in tl.static_range(4, 5):",
+        checks=("rule equal keys",),
+    ),
+    _mutant(
+        name="kernel-softplus-overflows",
+        fault="softplus is log(1 + exp(x)) as written: infinite above 88.",
+        pitfall=3,
+        file=GATES,
+        old="    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))",
+        new="    return tl.log(1.0 + tl.exp(x))",
+        checks=("rule overflowing gates",),
+    ),
+    _mutant(
+        name="kernel-offsets-of-32-bits",
+        fault="Slots multiply their stride in 32 bits.",
+        pitfall=10,
+        file=SCAN,
+        old="            slot = tl.load(read_slots + n).to(tl.int64)",
+        new="            slot = tl.load(read_slots + n).to(tl.int32)",
+        checks=("rule far slot",),
+        device_only=True,
+    ),
+    _mutant(
+        name="kernel-fused-arithmetic",
+        fault="The compiler may contract a product and a sum: bits depend on the path.",
+        pitfall=19,
+        file="gated_delta_rule/triton/call.py",
+        old="enable_fp_fusion=False",
+        new="enable_fp_fusion=True",
+        checks=("bits of splits", "bits of drafts", "bits of splits normalised",
+                "bits of drafts normalised"),
+        device_only=True,
+    ),
+    _mutant(
+        name="kernel-keys-not-rounded",
+        fault="Normalised keys keep float32's sums in a tail of another row: bits differ.",
+        pitfall=19,
+        file=PREPARE,
+        old="        x = (x.to(tl.float32) * norms[:, None]).to(x.dtype)",
+        new="        x = (x.to(tl.float32) * norms[:, None] * (1 + 0.01 * CACHED)).to(x.dtype)",
+        checks=("bits of plain normalised", "layer"),
+    ),
+)  # fmt: skip
+"""Each with the check that reveals it, the cheapest first."""

@@ -1,0 +1,77 @@
+"""What a mutant is, and what became of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headstart.evidence.runs import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A known-bad build: one edit of a source file under `headstart/ops`.
+
+    name: lower-case words joined by hyphens. fault: what is wrong then, in a sentence.
+    op, implementation: what is run. pitfall: the line of the list of shipped faults that it
+        re-injects, None for a fault of another kind.
+    file: below headstart/ops. old: text that occurs there exactly once; new: what takes its place.
+    checks: names of `checks.CHECKS`, the cheapest that reveals it first.
+    device_only: whether only a device shows it (the interpreter has no int32 arithmetic to
+        overflow, no warps and no fused arithmetic).
+    generated: whether nobody wrote it. line: of a generated one.
+    """
+
+    name: str
+    fault: str
+    op: str
+    implementation: str
+    file: str
+    old: str
+    new: str
+    checks: tuple[str, ...]
+    pitfall: int | None = None
+    device_only: bool = False
+    generated: bool = False
+    line: int = 0
+
+
+class Verdict(Record):
+    """What one check says of a build.
+
+    failure: why the build is wrong, None if it is right here. excess: its largest figure in units
+    of the tolerance (infinite for a crash, or bits that differ). cosine_passes: what a gate on the
+    cosine alone says of the same outputs; None where no cosine is taken.
+    """
+
+    check: str
+    failure: str | None = None
+    excess: float = 0.0
+    cosine_passes: bool | None = None
+    seconds: float = 0.0
+
+
+class Found(Record):
+    """What became of one mutant.
+
+    killed_by: the check, "hang" or "death" of the process; None for a survivor.
+    excess, cosine_passes: of the check that killed it. checks: how many it took.
+    equivalent: why no check can see it, for a survivor that is known to be none.
+    """
+
+    mutant: str
+    fault: str
+    op: str
+    implementation: str
+    device: str
+    pitfall: int | None
+    generated: bool
+    file: str
+    old: str
+    new: str
+    killed_by: str | None = None
+    failure: str | None = None
+    excess: float = 0.0
+    cosine_passes: bool | None = None
+    checks: int = 0
+    seconds: float = 0.0
+    equivalent: str | None = None

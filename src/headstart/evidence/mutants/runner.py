@@ -1,0 +1,230 @@
+"""Applies a mutant to a temporary copy of the package and lets a worker judge that copy.
+
+Edits are refused outside of `headstart/ops`, and the truths are float64 oracles that use nothing of
+it: the code that judges is the unedited one. Before any mutant, every check must pass on a copy
+without an edit, else its kills would mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import headstart
+from headstart.evidence.mutants.record import Found, Mutant, Verdict
+
+PACKAGE = Path(headstart.__file__).parent
+LONGEST = 180.0
+"""Seconds after which a build counts as hung: several times what its checks take together."""
+NOT_COPIED = ("checkpoints", "tables")
+"""Folders that no check reads; only their code is copied."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker said: verdicts in order, and "hang" or "death" if that ended it."""
+
+    verdicts: list[Verdict]
+    ended: str | None
+    words: str
+    seconds: float
+
+
+def expect_applies(mutant: Mutant, package: Path = PACKAGE) -> str:
+    """The text of the edited file; ValueError where the edit does not apply."""
+    file = package / "ops" / mutant.file
+    if not file.resolve().is_relative_to((package / "ops").resolve()) or not file.is_file():
+        raise ValueError(f"mutant {mutant.name}: ops has no file {mutant.file}")
+    text = file.read_text()
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(
+            f"mutant {mutant.name}: expected its old text once in ops/{mutant.file}, "
+            f"found it {count} times: {mutant.old!r}"
+        )
+    if mutant.old == mutant.new:
+        raise ValueError(f"mutant {mutant.name}: expected another text, got the same")
+    return text.replace(mutant.old, mutant.new)
+
+
+@contextmanager
+def edited_copy(mutant: Mutant | None) -> Iterator[Path]:
+    """A folder to put first on the path: the package with the mutant's edit, or without any."""
+    with tempfile.TemporaryDirectory(prefix="headstart-mutant-") as folder:
+        copy = Path(folder) / PACKAGE.name
+        shutil.copytree(PACKAGE, copy, ignore=_ignored)
+        if mutant is not None:
+            file = copy / "ops" / mutant.file
+            file.write_text(expect_applies(mutant, copy))
+            # Compiled files carry whole seconds: one of the same second would pass for new.
+            for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+                compiled.unlink()
+        yield Path(folder)
+
+
+def _ignored(folder: str, names: list[str]) -> list[str]:
+    if Path(folder).name not in NOT_COPIED:
+        return []
+    return [name for name in names if not name.endswith((".py", "__pycache__"))]
+
+
+def judge(
+    mutant: Mutant | None,
+    checks: Sequence[str],
+    implementation: str,
+    device: str,
+    *,
+    everything: bool = False,
+    longest: float = LONGEST,
+) -> Outcome:
+    """Let a worker run checks on an edited copy; `everything`: past failures too."""
+    job = {
+        "implementation": implementation,
+        "device": device,
+        "checks": list(checks),
+        "all": everything,
+    }
+    began = time.perf_counter()
+    with edited_copy(mutant) as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        if implementation == "triton" and device == "cpu":
+            environment["TRITON_INTERPRET"] = "1"
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "headstart.evidence.mutants.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        ended = None
+        try:
+            said, complaints = worker.communicate(json.dumps(job), timeout=longest)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            said, complaints = worker.communicate()
+            ended = "hang"
+        if worker.returncode and ended is None:
+            ended = "death"
+        place, *lines = said.splitlines() or [""]
+        if place and Path(place).resolve() != (folder / PACKAGE.name).resolve():
+            raise ValueError(f"mutants: the worker loaded {place}, not the copy in {folder}")
+    verdicts = [Verdict.model_validate_json(line) for line in lines]
+    words = complaints.strip().splitlines()[-1] if complaints.strip() else f"exit {ended}"
+    return Outcome(verdicts, ended, words, time.perf_counter() - began)
+
+
+def run_mutant(mutant: Mutant, device: str = "cpu", *, longest: float = LONGEST) -> Found:
+    """Apply one mutant and see which check kills it."""
+    from headstart.evidence.mutants.equivalents import EQUIVALENT
+
+    expect_applies(mutant)
+    outcome = judge(mutant, mutant.checks, mutant.implementation, device, longest=longest)
+    found = Found(
+        mutant=mutant.name,
+        fault=mutant.fault,
+        op=mutant.op,
+        implementation=mutant.implementation,
+        device=device,
+        pitfall=mutant.pitfall,
+        generated=mutant.generated,
+        file=mutant.file,
+        old=mutant.old,
+        new=mutant.new,
+        checks=len(outcome.verdicts) + (outcome.ended is not None),
+        seconds=outcome.seconds,
+    )
+    last = outcome.verdicts[-1] if outcome.verdicts else None
+    if last is not None and last.failure is not None:
+        return found.model_copy(
+            update={
+                "killed_by": last.check,
+                "failure": last.failure,
+                "excess": last.excess,
+                "cosine_passes": last.cosine_passes,
+            }
+        )
+    if outcome.ended is not None:
+        words = f"no end after {longest:.0f} s" if outcome.ended == "hang" else outcome.words
+        return found.model_copy(
+            update={
+                "killed_by": outcome.ended,
+                "failure": words,
+                "excess": float("inf"),
+                "cosine_passes": False,
+            }
+        )
+    return found.model_copy(update={"equivalent": EQUIVALENT.get(mutant.name)})
+
+
+def expect_sound(
+    mutants: Sequence[Mutant], device: str, jobs: int, longest: float = 10 * LONGEST
+) -> dict[tuple[str, str], float]:
+    """Seconds of every (implementation, check) on the unedited package; ValueError if one fails."""
+    wanted: dict[str, list[str]] = {}
+    for mutant in mutants:
+        mine = wanted.setdefault(mutant.implementation, [])
+        mine += [name for name in mutant.checks if name not in mine]
+    parts = [(name, checks[part::jobs]) for name, checks in wanted.items() for part in range(jobs)]
+    parts = [(name, checks) for name, checks in parts if checks]
+
+    def sound(part: tuple[str, list[str]]) -> dict[tuple[str, str], float]:
+        name, checks = part
+        outcome = judge(None, checks, name, device, everything=True, longest=longest)
+        for verdict in outcome.verdicts:
+            if verdict.failure is not None:
+                raise ValueError(
+                    f"mutants: the unedited package fails {verdict.check!r} under {name}: "
+                    f"{verdict.failure}"
+                )
+        if outcome.ended is not None or len(outcome.verdicts) != len(checks):
+            raise ValueError(f"mutants: the unedited package under {name}: {outcome.words}")
+        return {(name, verdict.check): verdict.seconds for verdict in outcome.verdicts}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found: dict[tuple[str, str], float] = {}
+        for times in pool.map(sound, parts):
+            found |= times
+    return found
+
+
+def run_mutants(
+    mutants: Sequence[Mutant],
+    device: str = "cpu",
+    *,
+    jobs: int = 2,
+    longest: float = LONGEST,
+    told: Callable[[Found], None] = lambda found: None,
+) -> list[Found]:
+    """What becomes of every mutant, in order; `told` hears of each as it ends.
+
+    jobs: worker processes at a time, each with one thread. Raises ValueError before any work where
+    an edit does not apply, and before any mutant where the unedited package fails a check.
+    """
+    for mutant in mutants:
+        expect_applies(mutant)
+    expect_sound(mutants, device, jobs)
+
+    def run(mutant: Mutant) -> Found:
+        found = run_mutant(mutant, device, longest=longest)
+        told(found)
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(run, mutants))

@@ -1,0 +1,49 @@
+"""Runs checks in a process of its own, on whatever copy of the package is first on its path.
+
+Reads {"implementation", "device", "checks", "all"} as JSON from standard input; prints where the
+package lies, then a verdict a line. Stops at the first failure unless "all".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import headstart
+from headstart.evidence.mutants.record import Verdict
+
+MOST_WORDS = 300
+
+
+def main() -> None:
+    """Run the job on standard input."""
+    job = json.load(sys.stdin)
+    # Whatever the build prints, verdicts alone go to the runner.
+    verdicts = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(Path(headstart.__file__).parent, file=verdicts, flush=True)
+    for name in job["checks"]:
+        verdict = judged(name, job["implementation"], job["device"])
+        print(verdict.model_dump_json(), file=verdicts, flush=True)
+        if verdict.failure and not job["all"]:
+            break
+
+
+def judged(name: str, implementation: str, device: str) -> Verdict:
+    """One check; an exception of the build is a failure that every gate sees."""
+    from headstart.evidence.mutants.checks import CHECKS
+
+    began = time.perf_counter()
+    try:
+        verdict = CHECKS[name].run(implementation, device).model_copy(update={"check": name})
+    except Exception as error:
+        words = " ".join(f"raised {type(error).__name__}: {error}".split())[:MOST_WORDS]
+        verdict = Verdict(check=name, failure=words, excess=float("inf"), cosine_passes=False)
+    return verdict.model_copy(update={"seconds": time.perf_counter() - began})
+
+
+if __name__ == "__main__":
+    main()
