@@ -17,10 +17,10 @@ BENCHMARKS ?= $(filter-out %_device.py,$(sort $(wildcard benchmarks/*.py)))
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
 
-.PHONY: help venv prefill test lint types pytest test-interpret format wheel-smoke bench clean
+.PHONY: help venv prefill test lint types pytest test-interpret mutants format wheel-smoke bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(READY)  ## set up .venv with every extra and the pinned development requirements
 
@@ -56,6 +56,10 @@ pytest: $(READY)  ## tests and docstring examples only (WORKERS=2)
 # A process of its own: Triton decides when it is imported whether kernels are interpreted.
 test-interpret: $(READY)  ## the behaviour suites against the Triton kernels, in Triton's interpreter (WORKERS=2)
 	TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/pytest tests/ops -n $(WORKERS) --dist worksteal
+
+mutants: $(READY)  ## known-bad builds for a CPU: every one must fail a check (minutes)
+	$(BIN)/headstart verify mutants --implementation torch
+	$(BIN)/headstart verify mutants --implementation reference
 
 format: $(READY)  ## format, and fix what the linter can fix
 	$(BIN)/ruff check --fix

@@ -25,6 +25,7 @@ PARTS = {
     "bits": "headstart.cli.verify_promises",
     "transcript": "headstart.cli.verify_promises",
     "tiles": "headstart.cli.verify_tiles",
+    "mutants": "headstart.cli.verify_mutants",
 }
 """Subcommand -> the module that has it, as an attribute of the same name."""
 STEPS = 1000

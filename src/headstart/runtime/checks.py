@@ -69,6 +69,52 @@ def expect_last_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def expect_own_memory(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise unless every element of `tensor` has memory of its own, apart from all `others`.
+
+    Views of one buffer are apart if their ranges are, or if they are columns of the same rows.
+
+    >>> rows = torch.zeros(4, 6)
+    >>> expect_own_memory("out", rows[:, :3], x=rows[:, 3:])
+    >>> expect_own_memory("out", rows[1:], x=rows[:3])
+    Traceback (most recent call last):
+    ValueError: out: expected memory of its own, got that of x
+    """
+    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name}: expected memory of its own for every element, got an expansion")
+    if not tensor.numel() or tensor.device.type == "meta":
+        return
+    begin, end = _range(tensor)
+    for other, found in others.items():
+        if found is None or not found.numel() or found.device != tensor.device:
+            continue
+        low, high = _range(found)
+        if low < end and begin < high and not _columns_apart(tensor, found):
+            raise ValueError(f"{name}: expected memory of its own, got that of {other}")
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor that has elements, and the byte after its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _columns_apart(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether x and y are different columns of rows that lie equally far apart, at any level."""
+    if not x.dim() or not y.dim():
+        return False
+    pitch = x.stride(0) * x.element_size()
+    if pitch <= 0 or pitch != y.stride(0) * y.element_size():
+        return False
+    (begin, end), (low, high) = _range(x[0]), _range(y[0])
+    shift = (low - begin) % pitch
+    if end - begin <= shift and shift + (high - low) <= pitch:
+        return True
+    # The rows interleave; where pairs of them lie in one pitch, one pair tells for all.
+    return max(end, high) - min(begin, low) <= pitch and _columns_apart(x[0], y[0])
+
+
 def packs(out: torch.Tensor) -> bool:
     """Whether a dense [B, L, ...] can be seen as packed [B L, ...] without a copy.
 

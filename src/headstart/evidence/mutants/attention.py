@@ -308,15 +308,6 @@ MUTANTS = (
         checks=("attention fp8",),
     ),
     _mutant(
-        name="attention-fp8-unsaturated",
-        fault="Values beyond float8's largest are not saturated when stored.",
-        pitfall=52,
-        file="extend_attention/writing.py",
-        old=".clamp(-FP8_MAX, FP8_MAX)",
-        new="",
-        checks=("cache writes",),
-    ),
-    _mutant(
         name="attention-slot-before-zero-written",
         fault="A row for slot -1 lands in the last slot.",
         file="extend_attention/decomposed.py",

@@ -57,7 +57,7 @@ ATTENTIONS = {
     ),
     "attention no sinks": _attention("plain", lengths=(1, 100), prefixes=(0, 30)),
     "attention window": _attention(
-        "window", lengths=(300, 1, 50), prefixes=(0, 200, 100), window=65, sinks=True
+        "window", lengths=(300, 1, 90), prefixes=(0, 200, 100), window=50, sinks=True
     ),
     "attention window of 1": _attention("window-1", lengths=(70,), prefixes=(10,), window=1),
     "attention pages": _attention(
@@ -104,6 +104,6 @@ NEIGHBOURLY = {
         "onnxruntime",
         _attention("onnx-window", lengths=(40, 1), prefixes=(0, 33), window=9, sinks=True),
     ),
-    "attention beside sdpa": ("sdpa", _attention("sdpa", lengths=(40, 20), prefixes=(30, 9))),
+    "attention beside sdpa": ("sdpa", _attention("sdpa", lengths=(40, 40))),
 }
 """Name of a check -> (neighbour that judges, case)."""

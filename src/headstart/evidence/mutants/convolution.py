@@ -55,7 +55,7 @@ MUTANTS = (
         file=HISTORIES,
         old="        empty = (wanted < 0) | (slot < 0)[:, None]",
         new="        empty = (slot < 0)[:, None]",
-        checks=("transcripts",),
+        checks=("convolution reused slots",),
     ),
     _mutant(
         name="convolution-ring-off-by-one",

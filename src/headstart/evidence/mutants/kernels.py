@@ -135,8 +135,8 @@ MUTANTS = (
         name="kernel-snapshot-one-late",
         fault="A snapshot holds the state one chunk late.",
         file=TABLE,
-        old="after.get(low + CHUNK, -1)",
-        new="after.get(low, -1)",
+        old="after.get((chunk + 1) * CHUNK, -1)",
+        new="after.get(chunk * CHUNK, -1)",
         checks=("rule snapshots",),
     ),
     _mutant(

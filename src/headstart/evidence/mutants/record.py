@@ -18,7 +18,6 @@ class Mutant:
     checks: names of `checks.CHECKS`, the cheapest that reveals it first.
     device_only: whether only a device shows it (the interpreter has no int32 arithmetic to
         overflow, no warps and no fused arithmetic).
-    generated: whether nobody wrote it. line: of a generated one.
     """
 
     name: str
@@ -31,8 +30,6 @@ class Mutant:
     checks: tuple[str, ...]
     pitfall: int | None = None
     device_only: bool = False
-    generated: bool = False
-    line: int = 0
 
 
 class Verdict(Record):
@@ -55,7 +52,6 @@ class Found(Record):
 
     killed_by: the check, "hang" or "death" of the process; None for a survivor.
     excess, cosine_passes: of the check that killed it. checks: how many it took.
-    equivalent: why no check can see it, for a survivor that is known to be none.
     """
 
     mutant: str
@@ -64,7 +60,6 @@ class Found(Record):
     implementation: str
     device: str
     pitfall: int | None
-    generated: bool
     file: str
     old: str
     new: str
@@ -74,4 +69,3 @@ class Found(Record):
     cosine_passes: bool | None = None
     checks: int = 0
     seconds: float = 0.0
-    equivalent: str | None = None

@@ -58,11 +58,11 @@ def expect_applies(mutant: Mutant, package: Path = PACKAGE) -> str:
 
 
 @contextmanager
-def edited_copy(mutant: Mutant | None) -> Iterator[Path]:
+def edited_copy(mutant: Mutant | None, package: Path = PACKAGE) -> Iterator[Path]:
     """A folder to put first on the path: the package with the mutant's edit, or without any."""
     with tempfile.TemporaryDirectory(prefix="headstart-mutant-") as folder:
         copy = Path(folder) / PACKAGE.name
-        shutil.copytree(PACKAGE, copy, ignore=_ignored)
+        shutil.copytree(package, copy, ignore=_ignored)
         if mutant is not None:
             file = copy / "ops" / mutant.file
             file.write_text(expect_applies(mutant, copy))
@@ -84,10 +84,14 @@ def judge(
     implementation: str,
     device: str,
     *,
+    package: Path = PACKAGE,
     everything: bool = False,
     longest: float = LONGEST,
 ) -> Outcome:
-    """Let a worker run checks on an edited copy; `everything`: past failures too."""
+    """Let a worker run checks on an edited copy of `package`; `everything`: past failures too.
+
+    ValueError if the copy does not load: an edit that nobody could ship shows nothing.
+    """
     job = {
         "implementation": implementation,
         "device": device,
@@ -95,7 +99,7 @@ def judge(
         "all": everything,
     }
     began = time.perf_counter()
-    with edited_copy(mutant) as folder:
+    with edited_copy(mutant, package) as folder:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
@@ -123,19 +127,24 @@ def judge(
         if worker.returncode and ended is None:
             ended = "death"
         place, *lines = said.splitlines() or [""]
-        if place and Path(place).resolve() != (folder / PACKAGE.name).resolve():
+        if not place:
+            name = "the unedited package" if mutant is None else mutant.name
+            raise ValueError(f"mutants: {name} does not load: {complaints.strip()[-300:]}")
+        if Path(place).resolve() != (folder / PACKAGE.name).resolve():
             raise ValueError(f"mutants: the worker loaded {place}, not the copy in {folder}")
     verdicts = [Verdict.model_validate_json(line) for line in lines]
     words = complaints.strip().splitlines()[-1] if complaints.strip() else f"exit {ended}"
     return Outcome(verdicts, ended, words, time.perf_counter() - began)
 
 
-def run_mutant(mutant: Mutant, device: str = "cpu", *, longest: float = LONGEST) -> Found:
-    """Apply one mutant and see which check kills it."""
-    from headstart.evidence.mutants.equivalents import EQUIVALENT
-
-    expect_applies(mutant)
-    outcome = judge(mutant, mutant.checks, mutant.implementation, device, longest=longest)
+def run_mutant(
+    mutant: Mutant, device: str = "cpu", *, package: Path = PACKAGE, longest: float = LONGEST
+) -> Found:
+    """Apply one mutant to a copy of `package` and see which check kills it."""
+    expect_applies(mutant, package)
+    outcome = judge(
+        mutant, mutant.checks, mutant.implementation, device, package=package, longest=longest
+    )
     found = Found(
         mutant=mutant.name,
         fault=mutant.fault,
@@ -143,7 +152,6 @@ def run_mutant(mutant: Mutant, device: str = "cpu", *, longest: float = LONGEST)
         implementation=mutant.implementation,
         device=device,
         pitfall=mutant.pitfall,
-        generated=mutant.generated,
         file=mutant.file,
         old=mutant.old,
         new=mutant.new,
@@ -170,11 +178,15 @@ def run_mutant(mutant: Mutant, device: str = "cpu", *, longest: float = LONGEST)
                 "cosine_passes": False,
             }
         )
-    return found.model_copy(update={"equivalent": EQUIVALENT.get(mutant.name)})
+    return found
 
 
 def expect_sound(
-    mutants: Sequence[Mutant], device: str, jobs: int, longest: float = 10 * LONGEST
+    mutants: Sequence[Mutant],
+    device: str,
+    jobs: int,
+    package: Path = PACKAGE,
+    longest: float = 10 * LONGEST,
 ) -> dict[tuple[str, str], float]:
     """Seconds of every (implementation, check) on the unedited package; ValueError if one fails."""
     wanted: dict[str, list[str]] = {}
@@ -186,7 +198,9 @@ def expect_sound(
 
     def sound(part: tuple[str, list[str]]) -> dict[tuple[str, str], float]:
         name, checks = part
-        outcome = judge(None, checks, name, device, everything=True, longest=longest)
+        outcome = judge(
+            None, checks, name, device, package=package, everything=True, longest=longest
+        )
         for verdict in outcome.verdicts:
             if verdict.failure is not None:
                 raise ValueError(
@@ -217,14 +231,17 @@ def run_mutants(
     jobs: worker processes at a time, each with one thread. Raises ValueError before any work where
     an edit does not apply, and before any mutant where the unedited package fails a check.
     """
-    for mutant in mutants:
-        expect_applies(mutant)
-    expect_sound(mutants, device, jobs)
+    # One copy for the whole run: nobody's edit of the package reaches into it.
+    with edited_copy(None) as folder:
+        package = folder / PACKAGE.name
+        for mutant in mutants:
+            expect_applies(mutant, package)
+        expect_sound(mutants, device, jobs, package)
 
-    def run(mutant: Mutant) -> Found:
-        found = run_mutant(mutant, device, longest=longest)
-        told(found)
-        return found
+        def run(mutant: Mutant) -> Found:
+            found = run_mutant(mutant, device, package=package, longest=longest)
+            told(found)
+            return found
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(run, mutants))
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(run, mutants))

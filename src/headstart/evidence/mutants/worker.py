@@ -14,6 +14,7 @@ from pathlib import Path
 
 import headstart
 from headstart.evidence.mutants.record import Verdict
+from headstart.runtime import dispatch
 
 MOST_WORDS = 300
 
@@ -24,6 +25,10 @@ def main() -> None:
     # Whatever the build prints, verdicts alone go to the runner.
     verdicts = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # A build that does not load says nothing at all: implementations are imported at first use.
+    for operation in dispatch.OPERATIONS.values():
+        for name in operation.places:
+            operation.implementation(name)
     print(Path(headstart.__file__).parent, file=verdicts, flush=True)
     for name in job["checks"]:
         verdict = judged(name, job["implementation"], job["device"])

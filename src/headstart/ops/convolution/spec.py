@@ -24,6 +24,7 @@ from headstart.runtime.checks import (
     expect_dtype,
     expect_last_contiguous,
     expect_no_gradients,
+    expect_own_memory,
     expect_shape,
     expect_tensor,
 )
@@ -145,8 +146,7 @@ def bind(
         expect_dtype("out", out, (x.dtype,))
         expect_device("out", out, x.device, "x")
         expect_last_contiguous("out", out)
-        if out.numel() and out.device.type != "meta" and out.data_ptr() == x.data_ptr():
-            raise ValueError("out: expected memory of its own, got that of x")
+        expect_own_memory("out", out, x=x, weight=weight, bias=bias)
     if checking() and x.device.type != "meta":
         for name, tensor in (("x", packed[: schedule.T]), ("weight", weight), ("bias", bias)):
             if tensor is not None and not bool(tensor.isfinite().all()):

@@ -18,6 +18,7 @@ from headstart.runtime.checks import (
     expect_dtype,
     expect_last_contiguous,
     expect_no_gradients,
+    expect_own_memory,
     expect_shape,
     expect_tensor,
 )
@@ -163,6 +164,10 @@ def bind(
         expect_shape("custom_mask", custom_mask, "[entries of all sequences]", (entries,))
         expect_device("custom_mask", custom_mask, q.device, "q")
     o, lse = _expect_out(q, DV, part, out)
+    held = {} if cache is None else {"the cache's k": cache.k, "the cache's v": cache.v}
+    for name, result in (("out", o), ("out[1]", lse)):
+        if result is not None:
+            expect_own_memory(name, result, q=q, k=k, v=v, **held)
     _expect_workspace(workspace, q)
     call = ExtendCall(
         q=q,
@@ -305,8 +310,7 @@ def expect_output(
     expect_shape(name, tensor, words, shape)
     expect_dtype(name, tensor, (dtype,))
     expect_device(name, tensor, like.device, "q")
-    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{name}: expected memory of its own for every element, got an expansion")
+    expect_own_memory(name, tensor)
 
 
 def _pair(name: str, values: object) -> tuple[torch.Tensor, torch.Tensor]:

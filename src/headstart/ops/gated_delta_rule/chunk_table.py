@@ -8,6 +8,8 @@ always listed for a cache that takes drafts, and a kernel passes over it where P
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,38 +19,59 @@ if TYPE_CHECKING:
     from headstart.ops.gated_delta_rule.schedule import Schedule
 
 CHUNK = 64
+"""Tokens of a chunk on the absolute grid of a sequence."""
 SEQUENCE_COLUMNS = 8
-"""row, start, length, first chunk, first item, items, fold position, snapshot at the opening."""
-ITEM_COLUMNS = 4
-"""sequence (-1: none), position of the chunk's first row, snapshot after the chunk (-1: none),
-whether the chunk holds no row before `start` and none past the end."""
+"""row, start, length, first chunk, first item, items (-1: no sequence), fold position, snapshot at
+the opening (-1: none)."""
+ITEM_COLUMNS = 3
+"""sequence (-1: none), position of the chunk's first row, snapshot after the chunk (-1: none)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """The tables of one schedule.
-
-    sequences: int32 [N, 8]; items: int32 [items, 4], chunk by chunk, sequence after sequence. Both
-    have the schedule's capacity in rows where it has one; rows past N have -1 items, items
-    past the last have sequence -1.
-    item_offsets: host list [N + 1], first item of each sequence.
-    """
+    """The tables of one step, row after row: of its sequences, and of its chunks in their order."""
 
     sequences: torch.Tensor
     items: torch.Tensor
-    item_offsets: list[int]
 
     @property
     def count(self) -> int:
         """Rows of `items`, the grid of a launch over all chunks."""
-        return self.items.shape[0]
+        return self.items.numel() // ITEM_COLUMNS
 
 
-def table_rows(
+def chunk_table(schedule: Schedule, cached: bool, drafting: bool) -> ChunkTable:
+    """The tables of a schedule, kept by it.
+
+    cached: whether states live in a cache; drafting: whether that cache takes drafts.
+
+    >>> from headstart import Schedule
+    >>> table = chunk_table(Schedule([70], device="cpu"), cached=False, drafting=False)
+    >>> table.sequences.tolist(), table.items.view(-1, 3).tolist()
+    ([0, 0, 70, 0, 0, 2, 70, -1], [[0, 0, -1], [0, 64, -1]])
+    """
+    return ChunkTable(*(schedule.on_device(build) for build in _builders(cached, drafting)))
+
+
+@functools.cache
+def _builders(
+    cached: bool, drafting: bool
+) -> tuple[Callable[[Schedule], list[int]], Callable[[Schedule], list[int]]]:
+    """Both tables as `Schedule.on_device` wants them: the same function for the same table."""
+
+    def sequences(schedule: Schedule) -> list[int]:
+        return [entry for row in _rows(schedule, cached, drafting)[0] for entry in row]
+
+    def items(schedule: Schedule) -> list[int]:
+        return [entry for row in _rows(schedule, cached, drafting)[1] for entry in row]
+
+    return sequences, items
+
+
+def _rows(
     schedule: Schedule, cached: bool, drafting: bool
-) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """Rows of both tables and the item offsets, from host facts alone."""
-    sequences, items, offsets, kept = [], [], [0], 0
+) -> tuple[list[list[int]], list[list[int]]]:
+    sequences, items, kept = [], [], 0
     for n, (row, start, length, draft, positions) in enumerate(
         zip(
             schedule.offsets,
@@ -66,40 +89,14 @@ def table_rows(
         fold = fold * CHUNK if cached else end
         after = {position: kept + i for i, position in enumerate(positions)}
         kept += len(positions)
-        begin = len(items)
-        for chunk in range(first, last):
-            low = chunk * CHUNK
-            full = low >= start and low + CHUNK <= end
-            items.append([n, low, after.get(low + CHUNK, -1), int(full)])
-        count = len(items) - begin
-        opening_snapshot = after.get(opening * CHUNK, -1)
-        sequences.append([row, start, length, first, begin, count, fold, opening_snapshot])
-        offsets.append(len(items))
-    return sequences, items, offsets
-
-
-def item_capacity(capacity: tuple[int, int, int], drafting: bool) -> int:
-    """Most items that a step of this capacity can have."""
-    sequences, tokens, _ = capacity
-    return tokens // CHUNK + sequences * (3 if drafting else 2)
-
-
-def build(
-    schedule: Schedule, cached: bool, drafting: bool, into: ChunkTable | None = None
-) -> ChunkTable:
-    """Tables of a schedule; `into`: tables of the same capacity whose memory is written instead."""
-    sequences, items, offsets = table_rows(schedule, cached, drafting)
+        at_opening = after.get(opening * CHUNK, -1)
+        sequences.append([row, start, length, first, len(items), last - first, fold, at_opening])
+        items += [
+            [n, chunk * CHUNK, after.get((chunk + 1) * CHUNK, -1)] for chunk in range(first, last)
+        ]
     if schedule.capacity is not None:
-        rows = item_capacity(schedule.capacity, drafting)
-        items += [[-1, 0, -1, 0]] * (rows - len(items))
-        nobody = [0, 0, 0, 0, 0, -1, 0, -1]
-        sequences += [nobody] * (schedule.capacity[0] - len(sequences))
-    new_sequences = torch.tensor(sequences, dtype=torch.int32).view(-1, SEQUENCE_COLUMNS)
-    new_items = torch.tensor(items, dtype=torch.int32).view(-1, ITEM_COLUMNS)
-    if into is None:
-        device = schedule.device
-        return ChunkTable(new_sequences.to(device), new_items.to(device), offsets)
-    # Pageable memory: staged before the call returns, so the sources may go.
-    into.sequences.copy_(new_sequences, non_blocking=True)
-    into.items.copy_(new_items, non_blocking=True)
-    return ChunkTable(into.sequences, into.items, offsets)
+        room, tokens, _ = schedule.capacity
+        most = tokens // CHUNK + room * (3 if drafting else 2)
+        sequences += [[0, 0, 0, 0, 0, -1, 0, -1]] * (room - len(sequences))
+        items += [[-1, 0, -1]] * (most - len(items))
+    return sequences, items

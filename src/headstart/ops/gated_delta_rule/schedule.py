@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from headstart.ops.gated_delta_rule import chunk_table
-from headstart.ops.gated_delta_rule.chunk_table import CHUNK, ChunkTable
+from headstart.ops.gated_delta_rule.chunk_table import CHUNK
 from headstart.runtime.checks import host_ints
 
 
@@ -69,7 +68,6 @@ class Schedule:
         self.device = torch.device(device)
         self.capacity = None if capacity is None else _capacity(capacity)
         self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
-        self._tables: dict[tuple[bool, bool], ChunkTable] = {}
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -135,21 +133,7 @@ class Schedule:
         for build, tensor in self._on_device.items():
             # Pageable memory: staged before the call returns, so the source may go.
             tensor.copy_(torch.tensor(build(self), dtype=tensor.dtype), non_blocking=True)
-        if self.capacity is None:
-            self._tables.clear()
-        for (cached, drafting), table in self._tables.items():
-            self._tables[cached, drafting] = chunk_table.build(self, cached, drafting, table)
         return self
-
-    def chunk_table(self, cached: bool, drafting: bool) -> ChunkTable:
-        """The step as kernels read it, built at first use and kept.
-
-        cached: whether states live in a cache; drafting: whether that cache takes drafts.
-        """
-        key = (cached, cached and drafting)
-        if key not in self._tables:
-            self._tables[key] = chunk_table.build(self, *key)
-        return self._tables[key]
 
     @property
     def N(self) -> int:  # noqa: N802

@@ -25,8 +25,10 @@ from headstart.runtime.checks import (
     expect_dtype,
     expect_last_contiguous,
     expect_no_gradients,
+    expect_own_memory,
     expect_shape,
     expect_tensor,
+    packs,
 )
 from headstart.runtime.workspace import Workspace
 
@@ -131,6 +133,13 @@ def bind(
         expect_dtype("out", out, (q.dtype,))
         expect_device("out", out, q.device, "q")
         expect_last_contiguous("out", out)
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        if isinstance(state, CacheSlots):
+            inputs |= {f"the cache's {name}": held for name, held in state.cache.tensors.items()}
+        elif state is not None:
+            inputs["state"] = state.tensor if isinstance(state, Pool) else state
+        rows = out.flatten(0, 1) if out.dim() == 4 and packs(out) else out
+        expect_own_memory("out", rows, **inputs)
     if workspace is not None and not isinstance(workspace, Workspace):
         raise ValueError(f"workspace: expected a Workspace, got {workspace!r}")
     if scale is not None and not isinstance(scale, (int, float)):
@@ -352,6 +361,7 @@ def expect_pool(name: str, pool: Pool, sizes: tuple[int, int, int, int], q: torc
         expect_shape(name, tensor, "[S, HV, V, K]", (None, HV, V, K))
     expect_dtype(name, tensor, STATE_DTYPES)
     expect_device(name, tensor, q.device, "q")
+    expect_own_memory(name, tensor)
 
 
 def _check_values(

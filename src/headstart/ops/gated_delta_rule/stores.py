@@ -35,13 +35,15 @@ class Stores:
             o = out.view(-1, HV, V) if out.dim() == 4 else out
         o[call.schedule.T :].zero_()
         state = snapshots = None
+        # Every entry is written but those past N that a capacity has room for.
+        fresh = torch.empty if call.schedule.capacity is None else torch.zeros
         if call.return_state:
             kind = call.state.dtype if isinstance(call.state, torch.Tensor) else wide
             count = call.schedule.slot_count(call.schedule.N, 0)
-            state = torch.zeros(count, HV, K, V, dtype=kind, device=call.device)
+            state = fresh(count, HV, K, V, dtype=kind, device=call.device)
         if isinstance(call.snapshots, torch.dtype):
             count = call.schedule.slot_count(call.schedule.M, 2)
-            snapshots = torch.zeros(count, HV, K, V, dtype=call.snapshots, device=call.device)
+            snapshots = fresh(count, HV, K, V, dtype=call.snapshots, device=call.device)
         return Stores(call, o, state, snapshots)
 
     @property

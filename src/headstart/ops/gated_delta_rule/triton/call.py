@@ -46,10 +46,21 @@ def declines(call: GatedDeltaCall) -> str | None:
     states = (call.state, call.snapshots)
     if any(isinstance(s, torch.Tensor) and s.dtype == torch.float64 for s in states):
         return "it keeps states in float32; float64 is for the reference."
+    if call.device.type == "cpu" and any(_stored(s) == torch.bfloat16 for s in states):
+        return "Triton's interpreter truncates what it stores in bfloat16."
     _, _, K, V = call.sizes
     if not (16 <= K <= 256 and 16 <= V <= 256):
         return f"K and V must lie in [16, 256], got {K} and {V}."
     return None
+
+
+def _stored(place: object) -> torch.dtype | None:
+    """Dtype in which states or snapshots are kept there."""
+    if isinstance(place, Pool):
+        return place.tensor.dtype
+    if isinstance(place, torch.Tensor):
+        return place.dtype
+    return place if isinstance(place, torch.dtype) else None
 
 
 def workspace_bytes(call: GatedDeltaCall) -> int:

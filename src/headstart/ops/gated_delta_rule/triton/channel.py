@@ -132,10 +132,10 @@ def prepare_channels_kernel(
     local = tl.program_id(1)
     item = first_item + local
     key_head = head // (HV // H)
-    n = tl.load(items + item * 4)
+    n = tl.load(items + item * 3)
     if n < 0:
         return
-    low = tl.load(items + item * 4 + 1)
+    low = tl.load(items + item * 3 + 1)
     row = tl.load(sequences + n * 8)
     start = tl.load(sequences + n * 8 + 1)
     end = start + tl.load(sequences + n * 8 + 2)

@@ -242,7 +242,7 @@ def scan_kernel(
             mask=new[:, None] & in_v[None, :],
         )
         if HAS_SNAPSHOTS:
-            after = tl.load(items + item * 4 + 2)
+            after = tl.load(items + item * 3 + 2)
             if after >= 0:
                 target = after.to(tl.int64)
                 if HAS_SNAPSHOT_SLOTS:

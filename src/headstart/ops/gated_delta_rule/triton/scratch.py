@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
-from headstart.ops.gated_delta_rule.chunk_table import ChunkTable
+from headstart.ops.gated_delta_rule.chunk_table import ChunkTable, chunk_table
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.triton.config import SCRATCH, padded
@@ -32,7 +32,7 @@ class Plan:
         """Spans of equal size, as few as the scratch allows."""
         cached = isinstance(call.state, CacheSlots)
         drafting = isinstance(call.state, CacheSlots) and call.state.cache.draft_tokens > 0
-        table = call.schedule.chunk_table(cached, drafting)
+        table = chunk_table(call.schedule, cached, drafting)
         most = max(1, SCRATCH // Plan(call, table, 1).bytes_of_a_span)
         spans = max(1, -(-table.count // most))
         return Plan(call, table, max(1, -(-table.count // spans)))
