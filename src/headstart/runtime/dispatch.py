@@ -14,12 +14,14 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from headstart.runtime.precision import full_float32
 
 
 class Declined(NotImplementedError):
@@ -125,7 +127,9 @@ def choose(operation: Operation, call: Call, name: str | None) -> Implementation
 def run(operation: Operation, call: Call, name: str | None = None) -> Any:
     """Compute a bound call and count it."""
     chosen = choose(operation, call, name)
-    result = chosen.run(call)
+    # Kernels say themselves how they multiply; PyTorch's products ask the process.
+    with full_float32() if chosen.name in ("torch", "reference") else nullcontext():
+        result = chosen.run(call)
     with _lock:
         served[operation.name, chosen.name] += 1
     for ran in _watchers.get():

@@ -48,6 +48,21 @@ def test_half_precision_is_rounded_once_at_the_end(attend, dtype, options):
     assert float((found[0] != rounded).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"reproducible": True}])
+def test_a_looser_matmul_precision_of_the_process_changes_nothing(attend, options):
+    batch = draw([90], [50], 4, 2, 64)
+    arguments = {**batch.arguments(), **options, "return_lse": True}
+    exact = attend(**arguments)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = attend(**arguments)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(found[0], exact[0])
+    assert torch.equal(found[1], exact[1])
+
+
 def test_the_reference_keeps_float64_and_torch_leaves_it_to_it():
     import headstart
 

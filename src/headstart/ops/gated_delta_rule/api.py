@@ -15,6 +15,7 @@ from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.spec import GatedDelta
 from headstart.runtime import dispatch
 from headstart.runtime.checks import expect_dtype, expect_shape
+from headstart.runtime.precision import full_float32
 from headstart.runtime.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -263,7 +264,8 @@ def compose(
         expect_shape(f"{name}: b", b, "[..., K, V]", (*lead, K, V))
         expect_dtype(f"{name}: L", L, (b1.dtype,))
         expect_dtype(f"{name}: b", b, (b1.dtype,))
-    return ChunkMap(L2 @ L1, L2 @ b1 + b2)
+    with full_float32():
+        return ChunkMap(L2 @ L1, L2 @ b1 + b2)
 
 
 _HERE = "headstart.ops.gated_delta_rule"
