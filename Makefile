@@ -17,7 +17,7 @@ BENCHMARKS ?= $(filter-out %_device.py,$(sort $(wildcard benchmarks/*.py)))
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
 
-.PHONY: help venv prefill test lint types pytest test-interpret mutants format wheel-smoke bench clean
+.PHONY: help venv prefill test lint types pytest test-interpret mutants format wheel-smoke bench results report-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,13 @@ wheel-smoke: $(READY)  ## build the wheel, install it into a clean environment, 
 
 bench: $(READY)  ## measure the CPU bars: every script of benchmarks/ in turn (BENCHMARKS=)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+results: $(READY)  ## write the README's tables of results from evidence/runs
+	$(BIN)/headstart report evidence/runs --markdown --into README.md
+
+# The browser is the machine's own (Debian: apt-get install chromium); without one the test is skipped.
+report-test: $(READY)  ## render a report in a headless Chromium and check what is seen (CHROMIUM=)
+	$(BIN)/pytest tests/evidence/test_report_seen.py -rs
 
 clean:  ## remove build and test leftovers; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

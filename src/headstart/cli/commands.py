@@ -13,7 +13,7 @@ import click
 
 from headstart.runtime.dispatch import Declined
 
-COMMANDS = ("bench", "cases", "env", "explain", "prefill", "static", "verify")
+COMMANDS = ("bench", "cases", "env", "explain", "prefill", "report", "static", "verify")
 
 
 class Commands(click.Group):

@@ -63,6 +63,11 @@ class Promise(Record):
     found: float
     width: float
 
+    @property
+    def kept(self) -> bool:
+        """Whether coverage lies within 92 to 98 % and the planted difference is found in 95 %."""
+        return 0.92 <= self.coverage <= 0.98 and self.found >= 0.95
+
 
 INTERVALS: dict[str, Callable[[np.ndarray], tuple[float, float]]] = {
     "percentile": percentile_interval,

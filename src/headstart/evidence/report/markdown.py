@@ -1,0 +1,130 @@
+"""The README's table of results, generated from run records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from headstart.evidence.benching import ArmResult
+from headstart.evidence.report.reading import Benched, RunFile, arm_names, benched
+from headstart.evidence.report.summary import verdict
+
+BEGIN = "<!-- results: begin -->"
+END = "<!-- results: end -->"
+NOTHING = "No run is kept yet."
+
+
+def markdown(files: Sequence[RunFile]) -> str:
+    """Tables of all times and checks in these runs; a sentence where there are none.
+
+    A row names the winner: the first arm or the fastest other one, or neither (`Benched.winner`).
+
+    >>> markdown([])
+    'No run is kept yet.'
+    """
+    parts = [_times(*key, group) for key, group in benched(files).items()]
+    checks = [file for file in files if file.kind not in ("bench", "stages")]
+    if checks:
+        parts.append(_checks(checks))
+    return "\n\n".join(parts) or NOTHING
+
+
+def fill_block(text: str, content: str) -> str:
+    """A document with `content` between its two marks; ValueError unless it has one pair.
+
+    >>> fill_block("a\\n<!-- results: begin -->\\nold\\n<!-- results: end -->\\nb", "new")
+    'a\\n<!-- results: begin -->\\nnew\\n<!-- results: end -->\\nb'
+    """
+    block = re.compile(re.escape(BEGIN) + r".*?" + re.escape(END), re.S)
+    if (text.count(BEGIN), text.count(END), len(block.findall(text))) != (1, 1, 1):
+        raise ValueError(f"into: expected one {BEGIN} and one {END} after it")
+    return block.sub(lambda _: f"{BEGIN}\n{content}\n{END}", text)
+
+
+def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
+    arms = arm_names(group)
+    columns = [
+        "case",
+        "tokens",
+        "floor ms",
+        *(f"{arm} ms" for arm in arms),
+        f"{first} against itself",
+        f"fastest other / {first}",
+        "faster",
+        "made",
+    ]
+    rows = [
+        [
+            one.result.case,
+            f"{one.result.tokens:,}",
+            f"{one.result.floor_ms:.4f}",
+            *(_time(one, arm) for arm in arms),
+            _ratio(one.noise),
+            _rival(one),
+            _winner(one),
+            f"{one.file.date}, `{one.file.commit}`",
+        ]
+        for one in group
+    ]
+    left = {0, len(columns) - 3, len(columns) - 2, len(columns) - 1}
+    words = (
+        f"`{op}` on {device}: medians of interleaved launches, every timed arm right first; ratios "
+        f"of paired rounds with their 95 % intervals. Neither is faster where the interval holds 1 "
+        f"or meets that of {first} against itself."
+    )
+    return "\n\n".join(filter(None, (words, _table(columns, rows, left), _notes(group))))
+
+
+def _time(one: Benched, name: str) -> str:
+    for arm in one.result.arms:
+        if arm.arm == name:
+            return arm.status if arm.median_ms is None else f"{arm.median_ms:.4f}"
+    return "-"
+
+
+def _ratio(arm: ArmResult | None) -> str:
+    if arm is None or arm.ratio is None:
+        return "-"
+    return f"{arm.ratio.ratio:.3f} [{arm.ratio.low:.3f}, {arm.ratio.high:.3f}]"
+
+
+def _rival(one: Benched) -> str:
+    return f"{one.rivals[0].arm} {_ratio(one.rivals[0])}" if one.rivals else "-"
+
+
+def _winner(one: Benched) -> str:
+    if one.first.status == "timed":
+        winner = one.winner or ("neither" if one.rivals else "-")
+        return winner if winner in ("neither", "-", one.first.arm) else f"**{winner}**"
+    others = sorted(one.timed, key=lambda arm: arm.median_ms or 0.0)
+    return f"**{others[0].arm}** ({one.first.arm} {one.first.status})" if others else "-"
+
+
+def _notes(group: Sequence[Benched]) -> str:
+    """What differs from a case as it stands, and what went wrong, with the cases it concerns."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for one in group:
+        for arm in one.result.arms:
+            words = arm.note if arm.status == "timed" else arm.sentence
+            if words and arm.arm in arm_names(group):
+                told.setdefault((arm.arm, words), []).append(one.result.case)
+    return "\n".join(
+        f"- {arm}: {words}" + (f" ({', '.join(ids)})" if len(ids) < len(group) else "")
+        for (arm, words), ids in sorted(told.items())
+    )
+
+
+def _checks(files: Iterable[RunFile]) -> str:
+    rows = []
+    for file in files:
+        what, devices, sentence, failed = verdict(file)
+        result = f"**fails**: {sentence}" if failed else sentence
+        rows.append([what, devices or "-", result, f"{file.date}, `{file.commit}`"])
+    return _table(["checked", "device", "result", "made"], rows, {0, 1, 2, 3})
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: set[int]) -> str:
+    """A Markdown table; columns not in `left` are aligned to the right."""
+    lines = [columns, ["---" if i in left else "--:" for i in range(len(columns))], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
+                     for line in lines)  # fmt: skip

@@ -1,0 +1,183 @@
+"""Run records as their commands wrote them, each with the model of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from headstart.evidence import runs
+from headstart.evidence.benching import NOISE, ArmResult, CaseResult
+from headstart.evidence.mutants import Found
+from headstart.evidence.simulated_clock import Promise
+from headstart.evidence.stages import StagesResult
+from headstart.evidence.tile_bounds import Count, Saving
+from headstart.evidence.verify.bits import Bits
+from headstart.evidence.verify.transcript import Transcript
+from headstart.evidence.verify.verification import Verification
+
+
+class Compiled(BaseModel):
+    """What a report shows of one kernel on one target; a compiler's failure has only an error."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kernel: str
+    operation: str
+    target: str
+    triton: str
+    error: str
+    broken: tuple[str, ...]
+    registers: int | None = None
+    vector_spills: int | None = None
+    scalar_spills: int | None = None
+    shared: int | None = None
+    resident_blocks: int | None = None
+    matrix: dict[str, int] = {}
+    instructions: int | None = None
+
+
+KINDS: dict[str, Any] = {
+    "bench": CaseResult,
+    "stages": StagesResult,
+    "verify": Verification,
+    "bits": Bits,
+    "transcript": Transcript,
+    "tiles": Count | Saving,
+    "mutants": Found,
+    "static": Compiled,
+    "simulate": Promise,
+}
+"""Kind of a run -> what one of its results is, in the order in which a report tells them."""
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A run and the name of the file that it came from."""
+
+    name: str
+    run: runs.Run[Any]
+
+    @property
+    def kind(self) -> str:
+        """The run's kind."""
+        return self.run.kind
+
+    @property
+    def date(self) -> str:
+        """The day it was made, UTC."""
+        return f"{self.run.created:%Y-%m-%d}"
+
+    @property
+    def commit(self) -> str:
+        """The commit it was made at, or the version of an installed package."""
+        revision = self.run.environment.revision
+        return revision or f"version {self.run.environment.version.get('headstart', 'unknown')}"
+
+    def device(self, place: str) -> str:
+        """What the environment says of a device such as "cuda:0" or "cuda:0 NVIDIA H200"."""
+        name = place.split()[0]
+        devices = self.run.environment.device
+        return devices.get(name) or devices.get(f"{name}:0") or place
+
+
+def read_runs(paths: Sequence[Path | str]) -> list[RunFile]:
+    """The runs in these files; a folder stands for every *.json in it.
+
+    Raises ValueError, naming the file, for a kind that no report knows and wherever `runs.load`
+    does.
+    """
+    found = []
+    for path in _files(paths):
+        kind = runs.load(path).kind
+        if kind not in KINDS:
+            raise ValueError(f"{path}: kind: expected one of {list(KINDS)}, got {kind!r}")
+        found.append(RunFile(path.name, runs.load(path, KINDS[kind])))
+    return found
+
+
+def _files(paths: Sequence[Path | str]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from sorted(path.glob("*.json"))
+        else:
+            yield path
+
+
+def results(files: Sequence[RunFile], model: type[M]) -> list[tuple[RunFile, M]]:
+    """Every result of one model, with the run that it is of."""
+    return [
+        (file, result) for file in files for result in file.run.results if isinstance(result, model)
+    ]
+
+
+@dataclass(frozen=True)
+class Benched:
+    """A case as the latest run timed it on one device against one first arm."""
+
+    file: RunFile
+    result: CaseResult
+
+    @property
+    def timed(self) -> list[ArmResult]:
+        """The arms that were timed, the noise floor left out."""
+        return [arm for arm in self.result.arms if arm.status == "timed" and arm.arm != NOISE]
+
+    @property
+    def first(self) -> ArmResult:
+        """The arm that was asked for first."""
+        return self.result.arms[0]
+
+    @property
+    def noise(self) -> ArmResult | None:
+        """The first arm entered a second time, if it was timed."""
+        again = (arm for arm in self.result.arms if arm.arm == NOISE and arm.status == "timed")
+        return next(again, None)
+
+    @property
+    def rivals(self) -> list[ArmResult]:
+        """Timed arms with a ratio to the first arm, fastest first; none if that was not timed."""
+        if self.first.status != "timed":
+            return []
+        others = [arm for arm in self.timed if arm.ratio is not None]
+        return sorted(others, key=lambda arm: arm.ratio.ratio)  # type: ignore[union-attr]
+
+    @property
+    def winner(self) -> str | None:
+        """The faster of the first arm and its fastest rival; None where neither is clearly.
+
+        Neither is where the interval of their ratio holds 1, or meets that of the first arm
+        against itself.
+        """
+        if not self.rivals:
+            return None
+        ratio = self.rivals[0].ratio
+        again = self.noise and self.noise.ratio
+        assert ratio is not None
+        if again is not None and ratio.low <= again.high and again.low <= ratio.high:
+            return None
+        return {"faster": self.rivals[0].arm, "slower": self.first.arm}.get(ratio.decided)
+
+
+def benched(files: Sequence[RunFile]) -> dict[tuple[str, str, str], list[Benched]]:
+    """Timed cases by (device, operation, first arm); of a case timed twice the latest run."""
+    latest: dict[tuple[str, str, str, str], Benched] = {}
+    for file, result in sorted(results(files, CaseResult), key=lambda one: one[0].run.created):
+        if result.arms:
+            one = Benched(file, result)
+            latest[file.device(result.device), result.op, one.first.arm, result.case] = one
+    groups: dict[tuple[str, str, str], list[Benched]] = {}
+    for (device, op, arm, _), one in latest.items():
+        groups.setdefault((device, op, arm), []).append(one)
+    return groups
+
+
+def arm_names(group: Sequence[Benched]) -> list[str]:
+    """Names of the arms of a group, the noise floor left out, in the order first asked for."""
+    return [name for name in dict.fromkeys(a.arm for b in group for a in b.result.arms)
+            if name != NOISE]  # fmt: skip

@@ -1,0 +1,123 @@
+"""One sentence a run: what it was about and how it came out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from headstart.evidence.report.reading import RunFile
+from headstart.evidence.tile_bounds import Count
+
+
+class Verdict(NamedTuple):
+    """What a run says as a whole.
+
+    devices: where its results were made; "" where none matters. failed: a check did not hold.
+    """
+
+    what: str
+    devices: str
+    sentence: str
+    failed: bool
+
+
+def verdict(file: RunFile) -> Verdict:
+    """The verdict of a run."""
+    what, tell = TOLD[file.kind]
+    found = file.run.results
+    places = dict.fromkeys(getattr(one, "device", "") for one in found)
+    devices = "; ".join(dict.fromkeys(file.device(place) for place in places if place))
+    sentence, failed = tell(found) if found else ("nothing", False)
+    return Verdict(what, devices, sentence, failed)
+
+
+def _verify(found: list[Any]) -> tuple[str, bool]:
+    declined = sum(one.declined is not None for one in found)
+    failed = sum(not one.passed for one in found)
+    right = len(found) - declined - failed
+    return f"{right:,} case runs right, {failed:,} wrong, {declined:,} declined", bool(failed)
+
+
+def _bits(found: list[Any]) -> tuple[str, bool]:
+    compared, differing = (sum(getattr(one, n) for one in found) for n in ("compared", "differing"))
+    return f"{differing:,} of {compared:,} tensors differ", bool(differing)
+
+
+def _transcript(found: list[Any]) -> tuple[str, bool]:
+    broken = sum(one.failure is not None for one in found)
+    rows = sum(one.rows for one in found)
+    return f"{broken:,} of {len(found):,} transcripts broken, {rows:,} rows compared", bool(broken)
+
+
+def _tiles(found: list[Any]) -> tuple[str, bool]:
+    counts = [one for one in found if isinstance(one, Count)]
+    violations = sum(one.violations for one in counts)
+    visited = sum(one.visited for one in counts)
+    witnesses = sum(one.lower + one.upper for one in counts)
+    return (
+        f"{violations:,} violations in {visited:,} tiles, {witnesses:,} witnesses of tightness",
+        bool(violations),
+    )
+
+
+def _mutants(found: list[Any]) -> tuple[str, bool]:
+    killed = [one for one in found if one.killed_by is not None]
+    blind = sum(one.cosine_passes is True for one in killed)
+    return (
+        f"{len(killed):,} of {len(found):,} killed; a cosine gate lets {blind:,} of them live",
+        len(killed) < len(found),
+    )
+
+
+def _bench(found: list[Any]) -> tuple[str, bool]:
+    arms = [arm for case in found for arm in case.arms]
+    timed = sum(arm.status == "timed" for arm in arms)
+    bad = sum(arm.status in ("wrong", "failed") for arm in arms)
+    return (
+        f"{timed:,} arms timed on {_count(found, 'case')}, {bad:,} wrong or failed",
+        bool(bad),
+    )
+
+
+def _stages(found: list[Any]) -> tuple[str, bool]:
+    failed = sum(one.sentence.startswith("failed") for one in found)
+    ran = sum(not one.sentence for one in found)
+    return f"{ran:,} arms and variants on {_count(found, 'case')}", bool(failed)
+
+
+def _simulate(found: list[Any]) -> tuple[str, bool]:
+    used = found[0]
+    return (
+        f"an arm against itself: 1 held in {used.coverage:.1%}; {used.planted:.0%} found in "
+        f"{used.found:.1%} of {used.experiments:,} experiments"
+    ), not used.kept
+
+
+def _static(found: list[Any]) -> tuple[str, bool]:
+    broken = sum(bool(one.broken) for one in found)
+    errors = sum(bool(one.error) for one in found)
+    spilling = sum(bool(one.vector_spills) for one in found)
+    sentence = (
+        f"{_count(found, 'kernel')} on {_count(found, 'target')}: {broken:,} over budget, "
+        f"{errors:,} not compiling, {spilling:,} with vector spills"
+    )
+    return sentence, bool(broken or errors)
+
+
+def _count(found: list[Any], name: str) -> str:
+    """How many different values a field has: "1 case", "3 targets"."""
+    count = len({getattr(one, name) for one in found})
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+TOLD = {
+    "verify": ("errors", _verify),
+    "bits": ("bits", _bits),
+    "transcript": ("transcripts", _transcript),
+    "tiles": ("tile bounds", _tiles),
+    "mutants": ("mutants", _mutants),
+    "bench": ("times", _bench),
+    "stages": ("stages", _stages),
+    "simulate": ("statistics", _simulate),
+    "static": ("kernels", _static),
+}
+"""Kind of a run -> what it is about, and what tells how it came out."""

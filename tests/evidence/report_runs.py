@@ -1,0 +1,260 @@
+"""Made-up run records of every kind, for the tests of reports: no figure in them was measured."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headstart.evidence import cases
+from headstart.evidence.benching import NOISE, ArmResult, CaseResult
+from headstart.evidence.checking import Accuracy
+from headstart.evidence.mutants import Found
+from headstart.evidence.paired import Ratio
+from headstart.evidence.runs import Environment, Run
+from headstart.evidence.simulated_clock import Promise
+from headstart.evidence.stages import AS_IT_STANDS, Stage, StagesResult
+from headstart.evidence.tile_bounds import Count, Saving
+from headstart.evidence.timing import Ceilings
+from headstart.evidence.verify.bits import Bits
+from headstart.evidence.verify.figures import Measured
+from headstart.evidence.verify.tolerances import Tolerance
+from headstart.evidence.verify.transcript import Transcript
+from headstart.evidence.verify.verification import Verification
+
+DEVICE = "Imaginary X1, 12 multiprocessors, 34 GiB"
+PLACE = "cuda:0 Imaginary X1"
+MADE = datetime(2031, 5, 6, 7, 8, tzinfo=UTC)
+ENVIRONMENT = Environment(
+    revision="0123456789ab",
+    version={"python": "3.11.0", "headstart": "0.0.0", "torch": "2.99.0", "triton": "3.99.0"},
+    device={"cpu": "Imaginary C1, 2 cores", "cuda:0": DEVICE},
+    variable={"HEADSTART_CHECK": "1"},
+)
+CEILINGS = Ceilings(copy_rate=4e12, matmul_rate=7e14)
+
+
+def write(folder: Path, name: str, kind: str, found: list[Any], **changes: Any) -> Path:
+    """A run record in a file of `folder`."""
+    run = Run[Any](
+        kind=kind,
+        created=changes.pop("created", MADE),
+        environment=ENVIRONMENT.model_copy(update=changes),
+        options={"arms": "headstart,fla", "seed": 0},
+        results=found,
+    )
+    path = folder / f"{name}.json"
+    path.write_text(run.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def arm(name: str, ms: float | None, ratio: tuple[float, float, float] | None = None,
+        **more: Any) -> ArmResult:  # fmt: skip
+    """An arm that took `ms`, or (None) that was not timed."""
+    if ms is None:
+        return ArmResult(arm=name, **{"status": "missing", "sentence": "not installed"} | more)
+    found = None
+    if ratio is not None:
+        middle, low, high = ratio
+        found = Ratio(ratio=middle, low=low, high=high, wins=0 if middle > 1 else 60, rounds=60)
+    accuracy = Accuracy(output="o", heads=4, last_half=2.5e-3, row_error=4e-3, allowed=5e-3)
+    return ArmResult(
+        arm=name,
+        status="timed",
+        accuracy=(accuracy,),
+        device_ms=(ms,),
+        host_ms=0.021,
+        wall_ms=ms + 0.02,
+        median_ms=ms,
+        ratio=found,
+        **more,
+    )
+
+
+def timed(id: str, *arms: ArmResult) -> CaseResult:
+    """A case under these arms; its floor is the catalogue's at made-up ceilings."""
+    case = cases.get(id)
+    moved, operations = case.floor()
+    return CaseResult(
+        case=id,
+        op=case.op,
+        device=PLACE,
+        dtype=case.dtype,
+        tokens=case.tokens,
+        seed=0,
+        rounds=60,
+        clock="graph",
+        flushed="L2, by reading other memory",
+        floor_bytes=moved,
+        floor_operations=operations,
+        floor_ms=CEILINGS.floor(moved, operations),
+        ceilings=CEILINGS,
+        arms=arms,
+    )
+
+
+def four(ms: float, flashinfer: float, fla: float) -> list[ArmResult]:
+    """headstart, its noise floor, two peers (one or none of them faster), and one that is away."""
+
+    def ratio(other: float) -> tuple[float, float, float]:
+        middle = other / ms
+        return middle, middle * 0.98, middle * 1.02
+
+    return [
+        arm("headstart", ms, served="hopper"),
+        arm(NOISE, ms, (1.001, 0.997, 1.004), note="headstart, separately loaded and compiled"),
+        arm("flashinfer", flashinfer, ratio(flashinfer), note="plain states in and out"),
+        arm("fla", fla, ratio(fla)),
+        arm("flashqla", None),
+    ]
+
+
+def bench() -> list[CaseResult]:
+    """One operation over five lengths, another over two; a peer wins two cases, one is level."""
+    return [
+        timed("gdn-next-2048", *four(0.081, 0.101, 0.212)),
+        timed("gdn-next-8k", *four(0.262, 0.279, 0.671)),
+        timed("gdn-next-18778", *four(0.561, 0.528, 1.193)),
+        timed("gdn-next-32k", *four(1.010, 1.013, 2.240)),
+        timed("gdn-next-64k", *four(1.930, 1.871, 4.310)),
+        timed("gdn-397b-tp8-8k", *four(0.108, 0.113, 0.236)),
+        timed("gdn-397b-tp8-64k", *four(0.391, 0.406, 1.822)),
+        timed("gdn-varlen-33seq", *four(0.442, 0.465, 2.173)),
+        timed(
+            "oss-16k-win",
+            arm("headstart", 0.184),
+            arm(NOISE, 0.184, (0.999, 0.995, 1.002)),
+            arm("fa4", 0.372, (2.02, 1.99, 2.05), note="sinks rounded to bfloat16"),
+            arm("sdpa", None, status="declined", sentence="knows no window"),
+        ),
+    ]
+
+
+def measured(output: str, relative: float, row_error: float = 0.0) -> Measured:
+    """The figures of one output against a tolerance of 5e-3 (rows 1e-2)."""
+    return Measured(
+        output=output,
+        dtype="bfloat16",
+        rows=100,
+        heads=4,
+        cosine=1 - relative**2 / 2,
+        relative=relative,
+        last_half=relative,
+        row_error=row_error or 1.5 * relative,
+        row=17,
+        head=3,
+        nan=0,
+        infinite=0,
+        unwritten=0,
+        tolerance=Tolerance(relative=5e-3, last_half=5e-3, row=1e-2, reason="made up"),
+    )
+
+
+def verifications() -> list[Verification]:
+    """Right under two implementations, wrong under a third, declined by a fourth."""
+
+    def one(id: str, implementation: str, **more: Any) -> Verification:
+        case = cases.get(id)
+        return Verification(
+            case=id, op=case.op, implementation=implementation, device="cuda:0",
+            dtype=case.dtype, **more,
+        )  # fmt: skip
+
+    good = {"outputs": (measured("o", 2.1e-3), measured("state", 1.7e-6))}
+    return [
+        one("gdn-next-8k", "triton", **good),
+        one("gdn-next-8k", "hopper", outputs=(measured("o", 2.2e-3), measured("state", 4e-5))),
+        one("gdn-snap-2", "triton", **good, notes=("reference gives no snapshots",)),
+        one("oss-16k-win", "triton", outputs=(measured("o", 1.9e-3), measured("LSE", 1e-7))),
+        one("oss-16k-win", "hopper", outputs=(measured("o", 3e-3, 0.25), measured("LSE", 1e-7))),
+        one("gdn-next-8k", "torch", declined="keeps no promise of bits off the CPU"),
+    ]
+
+
+def mutants() -> list[Found]:
+    """Killed clearly, killed barely, seen by bits alone, and one that survives."""
+
+    def one(name: str, excess: float, cosine: bool | None, killed: str | None) -> Found:
+        return Found(
+            mutant=name, fault=f"The {name} is wrong.", op="gated_delta_rule", device="cpu",
+            implementation="torch", pitfall=None, file="gated_delta_rule/chunk_scan.py", old="a",
+            new="b", killed_by=killed, excess=excess, cosine_passes=cosine, checks=1, seconds=1.2,
+        )  # fmt: skip
+
+    return [
+        one("carry-scaled", 13.7, True, "rule at 1,200 tokens"),
+        one("mask-dropped", 8200.0, False, "ragged rows"),
+        one("last-decay", 1.6, True, "rule at 1,200 tokens"),
+        one("bits-differ", float("inf"), None, "bits of a hit"),
+        one("nobody-looks", 0.0, None, None),
+    ]
+
+
+def stages() -> list[StagesResult]:
+    """Two arms as the case stands, one with a variant, and a missing peer."""
+
+    def one(name: str, variant: str, device_us: float, wall_us: float, **more: Any) -> StagesResult:
+        parts = (("prepare_kernel", 0.6), ("scan_kernel", 0.4))
+        return StagesResult(
+            case="gdn-next-8k", variant=variant, arm=name, device=PLACE, device_us=device_us,
+            stages=tuple(
+                Stage(name=part, count=1, microseconds=share * device_us) for part, share in parts
+            ),
+            launches=2, copies_to_host=0, wall_us=wall_us, launch_us=21.0,
+            gap_us=wall_us - device_us, **more,
+        )  # fmt: skip
+
+    slower = Ratio(ratio=1.5, low=1.4, high=1.6, wins=0, rounds=24)
+    return [
+        one("headstart", AS_IT_STANDS, 262.0, 290.0),
+        one("headstart", "a snapshot every 64 tokens", 300.0, 331.0, against=slower),
+        one("fla", AS_IT_STANDS, 671.0, 1100.0, against=slower),
+        StagesResult(case="gdn-next-8k", variant=AS_IT_STANDS, arm="flashqla", device=PLACE,
+                     sentence="missing: flash_qla"),
+    ]  # fmt: skip
+
+
+def static() -> list[dict[str, Any]]:
+    """One kernel that fits, one over its budget, one that does not compile."""
+    good = {
+        "kernel": "scan", "operation": "gated_delta_rule", "target": "cuda:90", "triton": "3.99.0",
+        "error": "", "broken": [], "registers": 168, "vector_spills": 0, "scalar_spills": None,
+        "shared": 98304, "resident_blocks": 2, "matrix": {"HGMMA": 24}, "instructions": 3120,
+        "loads": {}, "opcodes": {}, "fingerprint": "f",
+    }  # fmt: skip
+    keep = ("kernel", "operation", "triton")
+    return [
+        good,
+        good | {"target": "hip:gfx942", "vector_spills": 40, "scalar_spills": 3,
+                "broken": ["spills 40 vector words, allowed 0"]},
+        {name: good[name] for name in keep} | {"target": "cuda:80", "error": "E: no",
+                                               "broken": ["does not compile: E: no"]},
+    ]  # fmt: skip
+
+
+def everything(folder: Path) -> list[Path]:
+    """A run of every kind."""
+    bits = Bits(op="gated_delta_rule", check="hits", form="bfloat16", implementation="triton",
+                device="cuda:0", compared=120)  # fmt: skip
+    replay = Transcript(implementation="triton", form="plain", convolution=True, seed=3,
+                        device="cuda:0", turns=40, rows=812, events={"restored": 5},
+                        excess=0.4)  # fmt: skip
+    count = Count(rules="causal", blocks=900, visited=5000, lost=0, idle=0, lower=70, upper=60,
+                  unmasked=0)  # fmt: skip
+    saving = Saving(case="oss-16k-win", tiling=(64, 64), before=32896, after=767)
+    promise = Promise(interval="percentile", experiments=400, rounds=60, planted=0.03,
+                      coverage=0.955, found=0.9975, width=0.0081)  # fmt: skip
+    return [
+        write(folder, kind, kind, found)
+        for kind, found in {
+            "bench": bench(),
+            "stages": stages(),
+            "verify": verifications(),
+            "bits": [bits],
+            "transcript": [replay],
+            "mutants": mutants(),
+            "tiles": [count, saving],
+            "static": static(),
+            "simulate": [promise],
+        }.items()
+    ]

@@ -1,0 +1,338 @@
+"""`headstart report`: what a page and the README's table say of run records."""
+
+import json
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tests.evidence import report_runs as made
+
+from headstart.cli.commands import headstart
+from headstart.evidence import report
+from headstart.evidence.benching import NOISE
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return CliRunner().invoke(headstart, ["report", *map(str, arguments)], prog_name="headstart")
+
+
+def page_of(*paths):
+    return report.page(report.read_runs(paths))
+
+
+@pytest.fixture(scope="module")
+def all_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    made.everything(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(all_runs):
+    return page_of(all_runs)
+
+
+def sections(page):
+    return re.findall(r'<section id="([\w-]+)"', page)
+
+
+def section(page, id):
+    return page.split(f'<section id="{id}"')[1].split("</section>")[0]
+
+
+def text_of(html):
+    return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+
+
+def test_a_page_shows_every_kind_of_run(whole):
+    assert sections(whole) == [
+        "verdicts", "times-1", "times-2", "stages", "errors", "bits", "mutants", "tiles", "kernels",
+        "statistics", "environment",
+    ]  # fmt: skip
+    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 11
+    words = text_of(whole)
+    for figure in (
+        "gdn-next-18778 18,778 flashinfer timed 0.5280 4.5 0.941 [0.922, 0.960] 60/60",
+        "gdn-next-2048 2,048 flashqla missing",
+        "oss-16k-win hopper o WRONG 2500%",
+        "0 of 120 tensors differ",
+        "nobody-looks SURVIVES",
+        "carry-scaled rule at 1,200 tokens 13.7 x lets it live",
+        "spills 40 vector words, allowed 0",
+        "an arm against itself: 1 held in 95.5%",
+        "oss-16k-win 64 x 64 32,896 767 97.7%",
+        "Imaginary X1, 12 multiprocessors, 34 GiB",
+        "0123456789ab",
+        "HEADSTART_CHECK=1",
+        "arms=headstart,fla seed=0",
+    ):
+        assert figure in words, figure
+
+
+def test_a_page_needs_nothing_beside_it(whole):
+    assert "<script" not in whole
+    assert not re.findall(r"\bsrc\s*=|@import|url\((?!#)", whole)
+    references = set(re.findall(r'href="([^"]*)"', whole))
+    assert references - {"data:,"} == {name for name in references if name.startswith("#")}
+    ids = re.findall(r'\bid="([^"]+)"', whole)
+    for name in references - {"data:,"}:
+        assert name[1:] in ids, name
+
+
+def test_sections_appear_for_what_is_given(all_runs):
+    assert sections(page_of(all_runs / "bench.json")) == [
+        "verdicts", "times-1", "times-2", "environment",
+    ]  # fmt: skip
+    assert sections(page_of(all_runs / "mutants.json")) == ["verdicts", "mutants", "environment"]
+    assert sections(page_of(all_runs / "bits.json", all_runs / "tiles.json")) == [
+        "verdicts", "bits", "tiles", "environment",
+    ]  # fmt: skip
+
+
+def test_verdicts_say_what_fails(whole):
+    found = re.findall(r'<li class="(good|bad)">\s*<span class="what">([a-z ]+)<', whole)
+    assert {what: tone for tone, what in found} == {
+        "times": "good", "stages": "good", "errors": "bad", "bits": "good", "transcripts": "good",
+        "tile bounds": "good", "mutants": "bad", "kernels": "bad", "statistics": "good",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [
+        (
+            "times-1",
+            [
+                ["new tokens", "median of a call, ms", "H 16, HV 32, bfloat16", "2k", "18.3k",
+                 "floor", "flashinfer"],
+                ["time / time of headstart (left of 1: faster than it)", "noise floor",
+                 "gdn-varlen-33seq"],
+                ["median time / floor of the case (1: nothing is left to gain)", "fla"],
+            ],
+        ),
+        ("stages", [["microseconds of a call", "waiting for the host", "gdn-next-8k, fla"]]),
+        ("errors", [["largest figure of a case / its tolerance (right of 1: fails)", "hopper",
+                     "extend_attention: LSE"]]),
+        ("mutants", [["mutants", "figure of the check that killed it / its tolerance",
+                      "a cosine gate lets it live"]]),
+    ],
+)  # fmt: skip
+def test_figures_name_their_axes_and_series(whole, id, words):
+    figures = re.findall(r"<svg.*?</svg>", section(whole, id), re.S)
+    assert len(figures) == len(words)
+    for figure, wanted in zip(figures, words, strict=True):
+        written = re.findall(r"<text[^>]*>([^<]*)</text>", figure)
+        assert set(wanted) <= set(written), set(wanted) - set(written)
+        assert "var(--series-1)" in figure or "var(--series-2)" in figure
+        assert not re.search(r"#[0-9a-f]{6}\b", figure), "a colour that ignores the theme"
+
+
+def test_a_case_of_one_length_draws_no_curve(whole):
+    assert "Time against prompt length" in section(whole, "times-1")
+    assert "Time against prompt length" not in section(whole, "times-2")
+
+
+def test_points_lie_where_the_numbers_say(whole):
+    figure = re.findall(r"<svg.*?</svg>", section(whole, "times-1"), re.S)[0]
+    (panel, _) = re.split(r'<g id="axes_2">', figure)
+    lines = re.findall(r'<g id="line2d_\d+">\s*<path d="([^"]+)" clip-path', panel)
+    curves = [
+        [tuple(map(float, point)) for point in re.findall(r"[ML] ([\d.]+) ([\d.]+)", line)]
+        for line in lines
+    ]
+    floor, ours, _, fla = [curve for curve in curves if len(curve) == 5]
+    # Upwards is slower; equal steps of a logarithm are equal distances.
+    assert all(a[1] > b[1] > c[1] for a, b, c in zip(floor, ours, fla, strict=True))
+    per_octave = (ours[4][0] - ours[0][0]) / 5
+    assert ours[1][0] - ours[0][0] == pytest.approx(2 * per_octave, rel=1e-4)
+
+
+def test_values_are_escaped(tmp_path):
+    bad = [one.model_copy(update={"fault": "<script>alert(1)</script> & more"})
+           for one in made.mutants()]  # fmt: skip
+    page = page_of(made.write(tmp_path, "a<b", "mutants", bad, revision='"><b>'))
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in page
+    assert "<b>" not in page
+
+
+def test_a_page_is_the_same_each_time(all_runs, whole):
+    assert page_of(all_runs) == whole
+
+
+def test_of_a_case_timed_twice_the_latest_counts(tmp_path):
+    later = made.MADE + timedelta(days=1)
+    new = made.timed("gdn-next-8k", made.arm("headstart", 0.1111))
+    paths = [
+        made.write(tmp_path, "b", "bench", [new], created=later),
+        made.write(tmp_path, "c", "bench", made.bench()),
+    ]
+    page = page_of(*paths)
+    assert "0.1111" in page
+    assert "0.2620" not in page
+    table = report.markdown(report.read_runs(paths))
+    assert "| 0.1111 |" in table
+    assert "0.2620" not in table
+
+
+def row_of(table, case):
+    (line,) = (line for line in table.splitlines() if line.startswith(f"| {case} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_names_the_winner(all_runs):
+    table = report.markdown(report.read_runs([all_runs]))
+    faster = {
+        "gdn-next-8k": "headstart",
+        "gdn-next-18778": "**flashinfer**",
+        "gdn-next-32k": "neither",
+        "gdn-next-64k": "**flashinfer**",
+        "oss-16k-win": "headstart",
+    }
+    assert {case: row_of(table, case)[-2] for case in faster} == faster
+    assert row_of(table, "gdn-next-18778") == [
+        "gdn-next-18778", "18,778", "0.1176", "0.5610", "0.5280", "1.1930", "missing",
+        "1.001 [0.997, 1.004]", "flashinfer 0.941 [0.922, 0.960]", "**flashinfer**",
+        "2031-05-06, `0123456789ab`",
+    ]  # fmt: skip
+    assert f"on {made.DEVICE}" in table
+    assert "- fa4: sinks rounded to bfloat16" in table
+    assert "| mutants | Imaginary C1, 2 cores | **fails**: 4 of 5 killed" in table
+
+
+def test_nobody_wins_within_the_noise(tmp_path):
+    def arms(noise):
+        return [
+            made.arm("headstart", 1.0),
+            made.arm(NOISE, 1.0, noise),
+            made.arm("fla", 0.95, (0.95, 0.93, 0.97)),
+        ]
+
+    for noise, winner in (((1.0, 0.96, 1.04), "neither"), ((1.0, 0.98, 1.02), "**fla**")):
+        path = made.write(tmp_path, "a", "bench", [made.timed("gdn-next-8k", *arms(noise))])
+        assert row_of(report.markdown(report.read_runs([path])), "gdn-next-8k")[-2] == winner
+
+
+def test_a_first_arm_that_fails_loses(tmp_path):
+    broken = made.arm("headstart", None, status="wrong", sentence="o: relative 0.01 > 0.005")
+    result = made.timed("gdn-next-8k", broken, made.arm("fla", 0.95), made.arm("flashqla", None))
+    files = report.read_runs([made.write(tmp_path, "a", "bench", [result])])
+    row = row_of(report.markdown(files), "gdn-next-8k")
+    assert row[3] == "wrong"
+    assert row[-2] == "**fla** (headstart wrong)"
+    assert "- headstart: o: relative 0.01 > 0.005" in report.markdown(files)
+    assert "Ratios to" not in report.page(files)
+    assert '<li class="bad">' in report.page(files)
+
+
+def test_block_of_a_document():
+    text = f"a\n{'<!-- results: begin -->'}\nold\n<!-- results: end -->\nb\n"
+    filled = report.fill_block(text, r"new \1 $&")
+    assert filled == "a\n<!-- results: begin -->\nnew \\1 $&\n<!-- results: end -->\nb\n"
+    assert report.fill_block(filled, r"new \1 $&") == filled
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing",
+        "<!-- results: begin -->",
+        "<!-- results: end --> <!-- results: begin -->",
+        "<!-- results: begin --> <!-- results: end --> <!-- results: begin -->",
+    ],
+)
+def test_a_document_without_its_two_marks_is_refused(text):
+    with pytest.raises(ValueError, match="into: expected one <!-- results: begin -->"):
+        report.fill_block(text, "new")
+
+
+def test_the_readme_shows_the_kept_runs():
+    text = (ROOT / "README.md").read_text()
+    runs = report.read_runs([ROOT / "evidence/runs"])
+    assert report.fill_block(text, report.markdown(runs)) == text, "run `make results`"
+
+
+def test_command_writes_a_page(all_runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(all_runs / "bench.json").exit_code == 0
+    assert "gdn-next-8k" in (tmp_path / "report.html").read_text()
+    assert run(all_runs, "-o", "all.html").exit_code == 0
+    assert "SURVIVES" in (tmp_path / "all.html").read_text()
+
+
+def test_command_prints_and_fills_in_tables(all_runs, tmp_path):
+    printed = run(all_runs, "--markdown")
+    assert printed.exit_code == 0
+    assert row_of(printed.stdout, "gdn-next-8k")[-2] == "headstart"
+    document = tmp_path / "README.md"
+    document.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
+    done = run(all_runs, "--markdown", "--into", document)
+    assert done.exit_code == 0
+    assert "results of 9 runs" in done.stdout
+    assert row_of(document.read_text(), "gdn-next-8k")[-2] == "headstart"
+    (tmp_path / "empty").mkdir()
+    done = run(tmp_path / "empty", "--markdown", "--into", document)
+    assert done.exit_code == 0
+    assert "No run is kept yet." in done.stdout
+    assert document.read_text() == (
+        "<!-- results: begin -->\nNo run is kept yet.\n<!-- results: end -->\n"
+    )
+
+
+def test_command_shows_what_a_real_run_wrote(tmp_path):
+    file = tmp_path / "real.json"
+    bench = ["bench", "gdn-1x1-small", "--arms", "torch,reference,fa4", "--rounds", "3", "--device",
+             "cpu", "--json", str(file)]  # fmt: skip
+    assert CliRunner().invoke(headstart, bench).exit_code == 0
+    record = json.loads(file.read_text())
+    assert "json_file" not in record["options"]
+    words = text_of(page_of(file))
+    assert (
+        f"gdn-1x1-small 1 torch timed {record['results'][0]['arms'][0]['median_ms']:.4f}" in words
+    )
+    assert "fa4 declined" in words
+
+
+def rewritten(path, **changes):
+    record = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_mistakes_give_one_line(tmp_path):
+    def record(name, **changes):
+        return rewritten(made.write(tmp_path, name, "bench", made.bench()[:1]), **changes)
+
+    good = record("good")
+    (tmp_path / "corrupt.json").write_text('{"schema_version": 1,')
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain.md").write_text("no marks")
+    for arguments, words in [
+        ((record("kind", kind="poem"),), "kind.json: kind: expected one of ['bench', 'stages'"),
+        ((record("schema", schema_version=99),), "schema.json: schema_version: expected 1, got 99"),
+        ((record("results", results=[{"case": "x"}]),), "results.json: results.0."),
+        ((record("created", created="soon"),), "created.json: created: "),
+        ((tmp_path / "corrupt.json",), "corrupt.json: is no JSON"),
+        ((tmp_path / "list.json",), "list.json: schema_version: missing; this is no run record"),
+        ((tmp_path / "bytes.json",), "bytes.json: is no JSON"),
+        ((tmp_path / "nowhere.json",), "nowhere.json: cannot be read"),
+        ((tmp_path / "empty",), "report: expected one run or more, got none"),
+        ((good, "-o", tmp_path / "no" / "a.html"), "report: no folder for"),
+        ((good, "-o", tmp_path), "report: cannot write"),
+        ((good, "--into", "README.md"), "into: goes with --markdown"),
+        ((good, "--markdown", "-o", "a.html"), "output: --markdown prints"),
+        ((good, "--markdown", "--into", tmp_path / "plain.md"), "into: expected one"),
+        ((good, "--markdown", "--into", tmp_path / "gone.md"), "into: cannot read"),
+        ((), "Missing argument 'RUN...'"),
+    ]:
+        result = run(*arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert result.stdout == ""
+        assert words in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
