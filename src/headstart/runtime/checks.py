@@ -11,13 +11,20 @@ ValueError: k: expected [T, H, K] = [4, 1, 8], got [4, 2, 8]
 
 from __future__ import annotations
 
+import math
+import numbers
+import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
+"""Largest position, length or row: tables on a device hold 32 bits."""
+INT64_MAX = 2**63 - 1
 
 
 def checking() -> bool:
@@ -25,11 +32,120 @@ def checking() -> bool:
     return os.environ.get("HEADSTART_CHECK", "0") == "1"
 
 
+def shown(value: Any) -> str:
+    """What came, as an error says it: no values of a tensor, the head of anything long.
+
+    >>> shown(torch.zeros(2, 3)), shown(list(range(100))), shown("x" * 100)[:8]
+    ('a float32 tensor [2, 3]', '[0, 1, 2, 3, ...] of 100 entries', "'xxxxxxx")
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a {dtype_name(value.dtype)} tensor {list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        head = ", ".join(shown(entry) for entry in value[:4])
+        begin, end = "[]" if isinstance(value, list) else "()"
+        if len(value) > 4:
+            return f"{begin}{head}, ...{end} of {len(value)} entries"
+        return f"{begin}{head}{',' if (end, len(value)) == (')', 1) else ''}{end}"
+    plain = (str, bytes, numbers.Number, torch.dtype, torch.device, range)
+    text = repr(value) if value is None or isinstance(value, plain) else type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def expect_tensor(name: str, value: Any) -> torch.Tensor:
     """`value` itself, or a ValueError if it is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     return value
+
+
+def expect_int(
+    name: str, value: Any, least: int, most: int = INT64_MAX, words: str = "an integer"
+) -> int:
+    """`value` as an int in [least, most]; a bool, a float or a string is none.
+
+    words: what an error calls it.
+
+    >>> expect_int("slots", 4, 1)
+    4
+    >>> expect_int("slots", 4.0, 1)
+    Traceback (most recent call last):
+    ValueError: slots: expected an integer >= 1, got 4.0
+    """
+    found = _integer(value)
+    if found is None or not least <= found <= most:
+        wanted = f">= {least}" if most == INT64_MAX else f"in [{least}, {most}]"
+        raise ValueError(f"{name}: expected {words} {wanted}, got {shown(value)}")
+    return found
+
+
+def expect_number(
+    name: str,
+    value: Any,
+    words: str = "a finite number",
+    fits: Callable[[float], bool] | None = None,
+) -> float:
+    """`value` as a finite float; a bool, a tensor or a string is none.
+
+    words, fits: what is asked of it, for the error and, beside being finite, as a condition.
+
+    >>> expect_number("eps", 0, "a finite number >= 0", lambda eps: eps >= 0)
+    0.0
+    >>> expect_number("scale", float("nan"))
+    Traceback (most recent call last):
+    ValueError: scale: expected a finite number, got nan
+    """
+    found = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except OverflowError:  # an int beyond every float
+            found = math.inf
+    if not math.isfinite(found) or (fits is not None and not fits(found)):
+        raise ValueError(f"{name}: expected {words}, got {shown(value)}")
+    return found
+
+
+def expect_flag(name: str, value: Any) -> bool:
+    """`value` as a bool; anything else that Python takes for true or false is none."""
+    if not _is_flag(value):
+        raise ValueError(f"{name}: expected True or False, got {shown(value)}")
+    return bool(value)
+
+
+def expect_place(name: str, device: Any) -> torch.device:
+    """The device that `device` names."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f'{name}: expected a device such as "cpu" or "cuda:0", got {shown(device)}'
+        ) from error
+
+
+def _integer(value: Any) -> int | None:
+    """The int that `value` is, or None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, torch.Tensor):
+        return int(value) if value.dim() == 0 and value.dtype in INTEGERS else None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether `value` is a bool, NumPy's included."""
+    return isinstance(value, bool) or getattr(value, "dtype", None) == bool  # noqa: E721
 
 
 def expect_shape(name: str, tensor: torch.Tensor, words: str, shape: Sequence[int | None]) -> None:
@@ -47,10 +163,8 @@ def expect_dtype(name: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype])
     """Raise unless the dtype of `tensor` is one of `dtypes`."""
     dtypes = tuple(dtypes)
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name}: expected dtype {wanted}, got {str(tensor.dtype).removeprefix('torch.')}"
-        )
+        wanted = " or ".join(map(dtype_name, dtypes))
+        raise ValueError(f"{name}: expected dtype {wanted}, got {dtype_name(tensor.dtype)}")
 
 
 def expect_device(name: str, tensor: torch.Tensor, device: torch.device, like: str) -> None:
@@ -69,6 +183,17 @@ def expect_last_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def expect_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless all values are finite, naming the first that is not; reads the device."""
+    wrong = ~tensor.isfinite()
+    if bool(wrong.any()):
+        first = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expected finite values, got {int(wrong.sum())} that are not, the first at "
+            f"{first}: {float(tensor[tuple(first)])}"
+        )
+
+
 def expect_own_memory(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise unless every element of `tensor` has memory of its own, apart from all `others`.
 
@@ -80,39 +205,53 @@ def expect_own_memory(name: str, tensor: torch.Tensor, **others: torch.Tensor | 
     Traceback (most recent call last):
     ValueError: out: expected memory of its own, got that of x
     """
-    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{name}: expected memory of its own for every element, got an expansion")
+    axes = _axes(tensor)
+    for i, (_, stride) in enumerate(axes):
+        if stride < _span(axes[i + 1 :], 1):
+            raise ValueError(
+                f"{name}: expected memory of its own for every element, got shape "
+                f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+            )
     if not tensor.numel() or tensor.device.type == "meta":
         return
-    begin, end = _range(tensor)
     for other, found in others.items():
         if found is None or not found.numel() or found.device != tensor.device:
             continue
-        low, high = _range(found)
-        if low < end and begin < high and not _columns_apart(tensor, found):
+        shift = found.data_ptr() - tensor.data_ptr()
+        if _overlap(axes, tensor.element_size(), _axes(found), found.element_size(), shift):
             raise ValueError(f"{name}: expected memory of its own, got that of {other}")
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor that has elements, and the byte after its last."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()
+Axes = Sequence[tuple[int, int]]
+"""Extent and stride of every axis that moves, the longest stride first."""
 
 
-def _columns_apart(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether x and y are different columns of rows that lie equally far apart, at any level."""
-    if not x.dim() or not y.dim():
+def _axes(tensor: torch.Tensor) -> Axes:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return sorted((pair for pair in pairs if pair[0] > 1), key=lambda pair: -pair[1])
+
+
+def _span(axes: Axes, unit: int) -> int:
+    """From the first byte to the one after the last, for strides in elements of `unit` bytes."""
+    return (sum((n - 1) * stride for n, stride in axes) + 1) * unit
+
+
+def _overlap(x: Axes, x_unit: int, y: Axes, y_unit: int, shift: int) -> bool:
+    """Whether tensors may share a byte, y beginning `shift` bytes after x.
+
+    Exact for ranges, and for columns at any level of rows that lie equally far apart.
+    """
+    if shift >= _span(x, x_unit) or -shift >= _span(y, y_unit):
         return False
-    pitch = x.stride(0) * x.element_size()
-    if pitch <= 0 or pitch != y.stride(0) * y.element_size():
-        return False
-    (begin, end), (low, high) = _range(x[0]), _range(y[0])
-    shift = (low - begin) % pitch
-    if end - begin <= shift and shift + (high - low) <= pitch:
+    pitch = x[0][1] * x_unit if x else 0
+    if not x or not y or pitch != y[0][1] * y_unit:
         return True
-    # The rows interleave; where pairs of them lie in one pitch, one pair tells for all.
-    return max(end, high) - min(begin, low) <= pitch and _columns_apart(x[0], y[0])
+    rows = x[1:], x_unit, y[1:], y_unit
+    if _span(y[1:], y_unit) > pitch:
+        return True
+    # A row of x can meet the first row of y that begins after it, and the one before that.
+    after = shift % pitch
+    return _overlap(*rows, after) or _overlap(*rows, after - pitch)
 
 
 def packs(out: torch.Tensor) -> bool:
@@ -136,23 +275,93 @@ def expect_no_gradients(operation: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-def host_ints(name: str, values: Any) -> list[int]:
+def host_ints(
+    name: str,
+    values: Any,
+    words: str = "integers",
+    least: int = -INT64_MAX,
+    most: int = INT64_MAX,
+) -> list[int]:
     """A list of Python ints from a list or an integer tensor (a device tensor is read back here).
+
+    Floats and bools are refused, not rounded. least, most: bounds of every entry, which an error
+    calls by `words`.
 
     >>> host_ints("lengths", torch.tensor([3, 0, 5], dtype=torch.int32))
     [3, 0, 5]
+    >>> host_ints("lengths", [3, True])
+    Traceback (most recent call last):
+    ValueError: lengths: expected integers, got True
     """
     if isinstance(values, torch.Tensor):
         if values.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got shape {list(values.shape)}")
-        if values.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name}: expected dtype int32 or int64, got {values.dtype}")
+        expect_dtype(name, values, INTEGERS)
+        found = values.tolist()
+    elif _is_list(values):
+        found = list(values)
+        if set(map(type, found)) - {int}:  # not plain ints all of them
+            found = [_listed_integer(name, value) for value in found]
+    else:
+        raise ValueError(f"{name}: expected a list or tensor of integers, got {shown(values)}")
+    if found and min(found) < least:
+        raise ValueError(f"{name}: expected {words} >= {least}, got {min(found)}")
+    if found and max(found) > most:
+        raise ValueError(f"{name}: expected {words} <= {most}, got {max(found)}")
+    return found
+
+
+def host_rows(name: str, values: Any, words: str = "integers") -> list[list[int]]:
+    """Lists of Python ints, all of one length, from a list of lists."""
+    if not _is_list(values):
+        raise ValueError(f"{name}: expected a list of lists of integers, got {shown(values)}")
+    rows = [host_ints(f"{name}[{n}]", row, words) for n, row in enumerate(values)]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            f"{name}: expected rows of one length, got lengths {shown([len(row) for row in rows])}"
+        )
+    return rows
+
+
+def positions_of_each(name: str, values: Any, count: int) -> list[int]:
+    """One position for each of `count` sequences, from one int for all, a list or a tensor.
+
+    >>> positions_of_each("start_positions", 64, 2)
+    [64, 64]
+    """
+    one = _integer(values)
+    found = host_ints(name, values if one is None else [one] * count, "positions", 0, INT32_MAX)
+    expect_one_each(name, found, count)
+    return found
+
+
+def host_flags(name: str, values: Any, count: int) -> list[bool]:
+    """One bool for each of `count` sequences, from one for all, a list, or a tensor."""
+    if _is_flag(values):
+        return [bool(values)] * count
+    if isinstance(values, torch.Tensor):
+        expect_shape(name, values, "[N]", (count,))
+        expect_dtype(name, values, (torch.bool,))
         return values.tolist()
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}: expected a list or tensor of integers, got {values!r}")
-    out = []
-    for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise ValueError(f"{name}: expected integers, got {value!r}")
-        out.append(value.__index__())
-    return out
+    if not _is_list(values):
+        raise ValueError(f"{name}: expected a bool or a list of them, got {shown(values)}")
+    found = [expect_flag(name, value) for value in values]
+    expect_one_each(name, found, count)
+    return found
+
+
+def expect_one_each(name: str, found: Sequence[Any], count: int) -> None:
+    """Raise unless there is one entry for each of `count` sequences."""
+    if len(found) != count:
+        raise ValueError(f"{name}: expected one for each of {count} sequences, got {len(found)}")
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set))
+
+
+def _listed_integer(name: str, value: Any) -> int:
+    found = _integer(value)
+    if found is None:
+        raise ValueError(f"{name}: expected integers, got {shown(value)}")
+    return found

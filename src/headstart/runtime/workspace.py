@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from headstart.runtime.checks import expect_place
+
 
 class Workspace:
     """Scratch of one device and one stream of calls; two streams need two workspaces.
@@ -26,7 +28,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
+        self.device = expect_place("device", device)
         self._memory: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

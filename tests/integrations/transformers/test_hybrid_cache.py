@@ -409,7 +409,7 @@ def test_a_batch_of_another_size_is_refused(family):
             "snapshot_positions: expected a multiple of 64, got 100",
         ),
         ({"snapshot_every": 65}, "snapshot_every: expected a multiple of 64, got 65"),
-        ({"snapshot_every": -64}, "snapshot_every: expected a multiple of 64, got -64"),
+        ({"snapshot_every": -64}, "snapshot_every: expected an integer >= 0, got -64"),
     ],
 )
 def test_wrong_positions_are_named(arguments, message):

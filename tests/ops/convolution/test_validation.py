@@ -31,7 +31,9 @@ MISTAKES = {
     "schedule: expected at most T = 10 tokens, got 11": {"schedule": [11]},
     "schedule: expected None with x [B, L, channels]": {"x": X[None], "schedule": [10]},
     "schedule: expected a Schedule with a cache": {"state": cache_of().at([0])},
-    "schedule: drafts need a DeltaCache": {"schedule": Schedule([2], drafts=True, device="cpu")},
+    "schedule: expected no drafts without a DeltaCache": {
+        "schedule": Schedule([2], drafts=True, device="cpu")
+    },
     "state: expected [N, width - 1, channels] = [1, 3, 5], got [1, 5, 3]": {
         "state": torch.zeros(1, 5, 3)
     },
@@ -49,7 +51,7 @@ MISTAKES = {
         "schedule": STEP,
         "state": cache_of(width=3).at([0]),
     },
-    "state: expected a cache of dtype torch.float32, got torch.float16": {
+    "state: expected a cache of dtype float32, got float16": {
         "schedule": STEP,
         "state": cache_of(dtype=torch.float16).at([0]),
     },
@@ -58,7 +60,7 @@ MISTAKES = {
         "state": cache_of().at([4]),
     },
     "state: expected 1 slots, got 2": {"schedule": STEP, "state": cache_of().at([0, 1])},
-    "state: expected every slot to be written once, got [2, 2]": {
+    "state: expected every slot to be written once, got slot 2 twice": {
         "schedule": PAIR,
         "state": cache_of().at(torch.tensor([2, 2])),
     },
@@ -72,7 +74,18 @@ MISTAKES = {
     "read_slots: expected slots in [0, 4) or -1, got -2": {"state": Pool(POOL, [-2])},
     "write_slots: expected slots in [0, 4) or -1, got 9": {"state": Pool(POOL, [0], [9])},
     "write_slots: expected slots, since read_slots is None": {"state": Pool(POOL)},
-    "present: expected 1 flags, got 2": {"state": Pool(POOL, [0], present=[True, True])},
+    "present: expected one for each of 1 sequences, got 2": {
+        "state": Pool(POOL, [0], present=[True, True])
+    },
+    "present: expected True or False, got 1": {"state": Pool(POOL, [0], present=[1])},
+    "present: expected [N] = [1], got [2]": {
+        "state": Pool(POOL, [0], present=torch.ones(2, dtype=torch.bool))
+    },
+    "present: expected dtype bool, got float32": {"state": Pool(POOL, [0], present=torch.ones(1))},
+    "return_state: expected True or False, got None": {"return_state": None},
+    "activation: expected one of ['silu', None], got a float32 tensor [2, 3]": {
+        "activation": torch.zeros(2, 3)
+    },
     "state: slot 1 is written for sequence 0 and read for sequence 1": {
         "schedule": PAIR,
         "state": Pool(POOL, [0, 1], [1, 2]),
@@ -81,9 +94,7 @@ MISTAKES = {
         "state": Pool(POOL, [0]),
         "return_state": True,
     },
-    "snapshots: expected the dtype of x, torch.float32, got torch.float64": {
-        "snapshots": torch.float64
-    },
+    "snapshots: expected the dtype of x, float32, got float64": {"snapshots": torch.float64},
     "snapshots: expected None, the dtype of x, a Pool or cache.at(slots), got True": {
         "snapshots": True
     },
@@ -97,7 +108,7 @@ MISTAKES = {
         "state": Pool(POOL, [1]),
         "snapshots": Pool(POOL, write_slots=[1]),
     },
-    "snapshots: expected every slot to be written once, got [1, 1]": {
+    "snapshots: expected every slot to be written once, got slot 1 twice": {
         "schedule": Schedule([5, 5], snapshot_positions=[[0], [0]], device="cpu"),
         "snapshots": cache_of().at([1, 1]),
     },
@@ -146,9 +157,12 @@ NORM_MISTAKES = {
     "weight: expected [D] = [5], got [4]": {"weight": BIAS[:4]},
     "gate: expected the shape of x = [10, 5], got [1, 5]": {"gate": X[:1]},
     "gate: expected dtype": {"gate": X.bool()},
-    "eps: expected a number >= 0, got -1.0": {"eps": -1.0},
-    "eps: expected a number >= 0, got nan": {"eps": float("nan")},
-    "eps: expected a number >= 0, got 'silu'": {"eps": "silu"},
+    "eps: expected a finite number >= 0, got -1.0": {"eps": -1.0},
+    "eps: expected a finite number >= 0, got nan": {"eps": float("nan")},
+    "eps: expected a finite number >= 0, got 'silu'": {"eps": "silu"},
+    "eps: expected a finite number >= 0, got inf": {"eps": float("inf")},
+    "eps: expected a finite number >= 0, got True": {"eps": True},
+    "eps: expected a finite number >= 0, got None": {"eps": None},
     "activation: expected one of ['silu', 'sigmoid'], got None": {"activation": None},
     "gate: requires grad, but rms_norm_gated has no backward": {"gate": X.clone().requires_grad_()},
 }

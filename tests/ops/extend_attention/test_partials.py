@@ -162,5 +162,8 @@ def test_wrong_merge_arguments_are_named():
         headstart.merge_attention([part], out=torch.zeros(7, 2, 5))
     with pytest.raises(ValueError, match=r"out\[1\]: expected dtype float32"):
         headstart.merge_attention([part], out=(part[0], part[1].double()))
+    memory = torch.zeros(70)
+    with pytest.raises(ValueError, match=r"out\[0\]: expected memory .* that of out\[1\]"):
+        headstart.merge_attention([part], out=(memory.view(7, 2, 5), memory[:14].view(7, 2)))
     with pytest.raises(ValueError, match="requires grad"):
         headstart.merge_attention([(part[0].requires_grad_(), part[1])])

@@ -135,7 +135,7 @@ WRONG = [
     (lambda: ExtendPlan.from_lengths([1], [2, 3], device="cpu"), "prefix: expected one for each"),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=-2),
-        "query_start: expected values >= 0",
+        "query_start: expected positions >= 0",
     ),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_start=[0, 0]),
@@ -191,11 +191,11 @@ WRONG = [
     ),
     (
         lambda: ExtendPlan.from_pages([1], [4], [0, 1], 16, **SLOTS),
-        "page_table: expected 2 dimensions",
+        r"page_table\[0\]: expected a list or tensor of integers, got 0",
     ),
     (
         lambda: ExtendPlan.from_pages([1], [4], [[0]], 0, **SLOTS),
-        "page_size: expected an integer >= 1",
+        r"page_size: expected an integer in \[1,",
     ),
     (
         lambda: ExtendPlan.from_padded([1], [9], 8, new_in_cache=True),
@@ -206,8 +206,84 @@ WRONG = [
         "kv_lengths: expected at most max_length = 8 rows, got 9",
     ),
     (
+        lambda: ExtendPlan.from_slots([1], [0, 2], [5, 6.5], **SLOTS),
+        "kv_indices: expected integers, got 6.5",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 2], [5, True], **SLOTS),
+        "kv_indices: expected integers, got True",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 2.0], [5, 6], **SLOTS),
+        "kv_indptr: expected integers, got 2.0",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 2], "56", **SLOTS),
+        "kv_indices: expected a list or tensor of integers, got '56'",
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 2], [2**70, 6], **SLOTS),
+        "kv_indices: expected integers <= ",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [4], [[1.5]], 16, **SLOTS),
+        r"page_table\[0\]: expected integers, got 1.5",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1, 1], [4, 4], [[1], [False]], 16, **SLOTS),
+        r"page_table\[1\]: expected integers, got False",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1, 1], [4, 4], [[1], [2, 3]], 16, **SLOTS),
+        r"page_table: expected rows of one length, got lengths \[1, 2\]",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [4], torch.zeros(3, dtype=torch.int64), 16, **SLOTS),
+        r"page_table: expected 2 dimensions, got shape \[3\]",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [4], None, 16, **SLOTS),
+        "page_table: expected a list of lists of integers, got None",
+    ),
+    (
+        lambda: ExtendPlan.from_pages([1], [4], [[0]], 16.0, **SLOTS),
+        r"page_size: expected an integer in \[1, .* got 16.0",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([True], device="cpu"),
+        "new: expected integers, got True",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=True),
+        "query_start: expected a list or tensor of integers, got True",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_start=[0.5]),
+        "key_start: expected integers, got 0.5",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_positions=[0, 2.5]),
+        "key_positions: expected integers, got 2.5",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=2**31 - 1),
+        "lengths: expected tokens and ends <= 2147483647, got 2147483648",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="toaster"),
+        'device: expected a device such as "cpu"',
+    ),
+    (
+        lambda: ExtendPlan.from_slots([1], [0, 2], [5, 6], new_in_cache="no"),
+        "new_in_cache: expected True or False, got 'no'",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", mask_covers=torch.zeros(9)),
+        r'mask_covers: expected "all" or "new", got a float32 tensor \[9\]',
+    ),
+    (
         lambda: ExtendPlan.from_padded([1], [8], 0, new_in_cache=True),
-        "max_length: expected an integer >= 1",
+        r"max_length: expected an integer in \[1,",
     ),
 ]
 

@@ -181,16 +181,34 @@ def test_a_history_overwritten_by_dropped_drafts_is_not_kept():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"slots": 0}, "slots: expected at least 1, got 0"),
-        ({"H": 0}, "H: expected at least 1"),
-        ({"K": 0}, "K: expected at least 1"),
-        ({"V": -3}, "V: expected at least 1"),
+        ({"slots": 0}, "slots: expected an integer in [1, 2147483647], got 0"),
+        ({"H": 0}, "H: expected an integer in [1"),
+        ({"K": 0}, "K: expected an integer in [1"),
+        ({"V": -3}, "V: expected an integer in [1"),
         ({"H": 2, "HV": 3}, "HV: expected a multiple of H = 2, got 3"),
+        ({"slots": 4.0}, "slots: expected an integer in [1, 2147483647], got 4.0"),
+        ({"slots": True}, "slots: expected an integer in [1, 2147483647], got True"),
+        ({"slots": "4"}, "slots: expected an integer in [1, 2147483647], got '4'"),
+        ({"HV": None}, "HV: expected an integer in [1, 2147483647], got None"),
+        ({"K": torch.ones(2)}, "K: expected an integer in [1, 2147483647], got a float32 tensor"),
+        ({"draft_tokens": 2.5}, "draft_tokens: expected an integer in [0, 64], got 2.5"),
+        (
+            {"conv_channels": None},
+            "conv_channels: expected an integer in [0, ",
+        ),
+        ({"conv_width": "4"}, "conv_width: expected an integer in [2, 2147483647], got '4'"),
+        ({"per_channel": None}, "per_channel: expected True or False, got None"),
+        ({"dtype": "float32"}, "dtype: expected float32, bfloat16 or float16, got 'float32'"),
+        ({"dtype": None}, "dtype: expected float32, bfloat16 or float16, got None"),
+        ({"device": "toaster"}, "device: expected a device such as"),
+        ({"device": None}, "device: expected a device such as"),
+        ({"tensors": [1]}, "tensors: expected tensors by name, got [1]"),
+        ({"tensors": {1: 2}}, "tensors: expected ['end', 'position'"),
         ({"dtype": torch.int8}, "dtype: expected"),
-        ({"draft_tokens": -1}, "draft_tokens: expected 0 to 64"),
-        ({"draft_tokens": 65}, "draft_tokens: expected 0 to 64"),
-        ({"conv_channels": -1}, "conv_channels: expected at least 0"),
-        ({"conv_channels": 8, "conv_width": 1}, "conv_width: expected at least 2"),
+        ({"draft_tokens": -1}, "draft_tokens: expected an integer in [0, 64], got"),
+        ({"draft_tokens": 65}, "draft_tokens: expected an integer in [0, 64], got"),
+        ({"conv_channels": -1}, "conv_channels: expected an integer in [0"),
+        ({"conv_channels": 8, "conv_width": 1}, "conv_width: expected an integer in [2"),
     ],
 )
 def test_a_wrong_cache_gets_one_clear_error(changes, says):
@@ -212,6 +230,8 @@ def test_a_wrong_cache_gets_one_clear_error(changes, says):
         (lambda c: c.load([1, 1], [64, 64], states_of(2)), "slots: expected distinct slots"),
         (lambda c: c.load([1], [64, 64], states_of(1)), "positions: expected 1 positions, got 2"),
         (lambda c: c.load([1], [63], states_of(1)), "positions: expected multiples of 64, got 63"),
+        (lambda c: c.copy([0] * 99, [1] * 99), r"dst: expected distinct .*\.\.\.\] of 99 entries"),
+        (lambda c: c.reset("12"), "slots: expected a list or tensor of integers, got '12'"),
         (lambda c: c.load([1], [-64], states_of(1)), "positions: expected multiples of 64"),
         (lambda c: c.load([1], [64], states_of(2)), r"states: expected \[N, HV, K, V\]"),
         (lambda c: c.load([1], [64], states_of(1).mT), r"states: expected \[N, HV, K, V\]"),
@@ -237,6 +257,68 @@ def test_a_cache_with_a_convolution_is_loaded_with_its_history():
     with pytest.raises(ValueError, match=r"^histories: expected \[N, width - 1, channels\]"):
         cache.load([1], [64], states_of(1), torch.zeros(1, 4, 8))
     assert cache.export([1])[0].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"positions": [2**31]}, r"positions: expected multiples of 64 <= 2147483647, got 2147483"),
+        ({"positions": [-64]}, r"positions: expected multiples of 64 >= 0, got -64"),
+        ({"positions": [64.0]}, r"positions: expected integers, got 64.0"),
+        ({"positions": [True]}, r"positions: expected integers, got True"),
+        ({"positions": torch.tensor([64.0])}, r"positions: expected dtype int32 or int64"),
+        ({"positions": 64}, r"positions: expected a list or tensor of integers, got 64"),
+        ({"slots": [True]}, r"slots: expected integers, got True"),
+        ({"states": states_of(1).int()}, r"states: expected dtype float32 .* got int32"),
+        ({"states": states_of(1) * 1j}, r"states: expected dtype float32 .* got complex64"),
+        ({"states": states_of(1).requires_grad_()}, r"states: requires grad, but DeltaCache.load"),
+        (
+            {"states": states_of(1) * torch.nan},
+            r"states: expected finite values, got 1536 that",
+        ),
+        (
+            {"states": states_of(1) / 0},
+            r"states: expected finite values, got .* at \[0, 0, 0, 0\]: ",
+        ),
+        ({"states": states_of(1).double() * 1e200}, r"states: expected finite values"),
+        ({"histories": torch.ones(1, 3, 8).int()}, r"histories: expected dtype float32 .* int32"),
+        ({"histories": torch.ones(1, 3, 8).requires_grad_()}, r"histories: requires grad"),
+        ({"histories": torch.full((1, 3, 8), 1e30)}, r"histories: expected finite values"),
+        ({"histories": [0.0]}, r"histories: expected a tensor, got list"),
+    ],
+)
+def test_what_no_step_could_have_left_is_not_loaded(changes, says):
+    cache = cache_of(conv_channels=8, dtype=torch.float16)
+    good = {"positions": [64], "states": states_of(1), "histories": torch.ones(1, 3, 8)}
+    cache.load([1], **good)
+    before = {name: tensor.clone() for name, tensor in cache.tensors.items()}
+    with pytest.raises(ValueError, match=f"^{says}"):
+        cache.load(**{"slots": [2], **good, **changes})
+    assert all(torch.equal(cache.tensors[name], before[name]) for name in before)
+
+
+def test_the_last_position_of_32_bits_can_be_loaded_and_an_empty_state_may_hold_anything():
+    cache = cache_of()
+    cache.load([0, 1], [2**31 - 64, 0], torch.stack([states_of(1)[0], states_of(1)[0] * torch.nan]))
+    positions, states, _ = cache.export([0, 1])
+    assert positions.tolist() == [2**31 - 64, 0]
+    assert torch.equal(states[0], states_of(1)[0])
+    assert not states[1].any()
+
+
+def test_the_callers_memory_is_its_own_for_every_slot():
+    """Slots that share memory would overwrite each other; several tensors in one buffer may not."""
+    good = cache_of().tensors
+    one = torch.zeros(1, 4, 16, 24).expand(4, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"^tensors\['state'\]: expected memory of its own for ev"):
+        cache_of(tensors=good | {"state": one})
+    with pytest.raises(ValueError, match=r"^tensors\['(position|end)'\]: expected .* got that of"):
+        cache_of(tensors=good | {"position": good["end"]})
+    marked = {"tail_beta": good["tail_beta"].clone().requires_grad_()}
+    with pytest.raises(ValueError, match=r"^tensors\['tail_beta'\]: requires grad"):
+        cache_of(tensors=good | marked)
+    rows = torch.zeros(4, 2, 4, dtype=torch.int32)  # position and end of a slot side by side
+    cache_of(tensors=good | {"position": rows[:, 0], "end": rows[:, 1]})
 
 
 def test_a_state_that_is_no_tensor_is_named():

@@ -8,6 +8,7 @@ import torch
 from tests.ops.gated_delta_rule import oracle
 from tests.ops.gated_delta_rule.inputs import INF, draw, late_forget, packed, replay
 from tests.ops.gated_delta_rule.oracle import expect_close, expect_state, relative
+from tests.ops.gated_delta_rule.test_validation import refused
 
 import headstart
 from headstart import Gate, Pool, Schedule, chunk_map, compose, recurrent_gated_delta_rule
@@ -144,30 +145,66 @@ def test_maps_take_a_schedule_and_ignore_where_it_starts():
         expect_state(after, replay(part, state=oracle.wide(before[n])).state, slack=2)
 
 
-def test_wrong_maps_are_named():
+MAP = torch.eye(3).expand(2, 3, 3), torch.ones(2, 3, 5)
+
+
+def bad_map(L=MAP[0], b=MAP[1]):
+    return L, b
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (None, "second: expected a pair (L, b), got None"),
+        ("ab", "second: expected a pair (L, b), got 'ab'"),
+        (MAP[0], "second: expected a pair (L, b), got a float32 tensor [2, 3, 3]"),
+        ((*MAP, MAP[1]), "second: expected a pair (L, b), got ("),
+        (bad_map(L=1.0), "second: L: expected a tensor, got float"),
+        (bad_map(L=MAP[0][0]), "second: L: expected [..., K, K] = [2, 3, 3], got [3, 3]"),
+        (bad_map(L=MAP[0][..., :2]), "second: L: expected [..., K, K] = [2, 3, 3], got [2, 3, 2]"),
+        (bad_map(b=MAP[1][:1]), "second: b: expected [..., K, V] = [2, 3, 5], got [1, 3, 5]"),
+        (bad_map(b=MAP[1].double()), "second: b: expected dtype float32, got float64"),
+        (bad_map(L=MAP[0].to("meta")), "second: L: expected device cpu (that of first: L), got"),
+        (bad_map(b=MAP[1].to("meta")), "second: b: expected device cpu (that of first: L), got"),
+        (bad_map(b=MAP[1].clone().requires_grad_()), "second: b: requires grad, but compose has"),
+    ],
+    ids=range(12),
+)
+def test_maps_that_do_not_fit_are_not_composed(second, says):
+    refused(says, compose, first=MAP, second=second)
+    compose(MAP, MAP)
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ((torch.ones(3), torch.ones(3)), "first: L: expected [..., K, K], got [3]"),
+        ((torch.ones(2, 3), torch.ones(2, 3)), "first: L: expected [..., K, K], got [2, 3]"),
+        (tuple(x.int() for x in MAP), "first: L: expected dtype float32 or bfloat16"),
+        (tuple(x.to(torch.complex64) for x in MAP), "first: L: expected dtype float32 or"),
+    ],
+    ids=range(4),
+)
+def test_a_first_map_of_its_own_kind_is_refused(first, says):
+    refused(says, compose, first=first, second=first)
+
+
+def test_arguments_of_a_map_are_named_as_it_has_them():
     x = draw(20, 1, 2, K, V)
-    L, b = mapped(x)
-    for first, second, says in (
-        ((L[..., :-1], b), (L, b), "first: L: expected"),
-        ((L, b), (L, b[..., :-1]), "second"),
-        ((L, b), (L.double(), b), "second: L: expected dtype"),
-        ((L, b), (L[0], b[0]), "second"),
-        ((L[0, 0, 0], b), (L, b), "first: L: expected"),
+    good = {"k": x.k, "v": x.v, "g": x.g, "beta": x.beta, "schedule": [20]}
+    for changes, says in (
+        ({"k": x.k[0]}, "k: expected [T, H, K]"),
+        ({"v": x.v[:5]}, "v: expected [T, HV, V]"),
+        ({"g": x.g[:, :1]}, "g: expected [T, HV]"),
+        ({"beta": x.beta[:3]}, "beta: expected [T, HV]"),
+        ({"k": x.k.int()}, "k: expected dtype float32"),
+        ({"k": torch.zeros(20, K, 3).mT}, "k: expected a contiguous last dimension"),
+        ({"k": x.k.clone().requires_grad_()}, "k: requires grad, but chunk_map has no"),
+        ({"g": x.g.clone().requires_grad_()}, "g: requires grad, but chunk_map has no"),
+        ({"v": x.v.half()}, "v: expected dtype float32, got float16"),
+        ({"schedule": [21]}, "schedule: expected at most"),
     ):
-        with pytest.raises(ValueError) as error:
-            compose(first, second)
-        assert str(error.value).startswith(says)
-    for arguments, says in (
-        ((x.k[0], x.v, x.g, x.beta), "k: expected [T, H, K]"),
-        ((x.k, x.v[:5], x.g, x.beta), "v: expected [T, HV, V]"),
-        ((x.k, x.v, x.g[:, :1], x.beta), "g: expected [T, HV]"),
-        ((x.k, x.v, x.g, x.beta[:3]), "beta: expected [T, HV]"),
-    ):
-        with pytest.raises(ValueError) as error:
-            chunk_map(*arguments, schedule=[20])
-        assert str(error.value).startswith(says)
-    with pytest.raises(ValueError, match=r"^schedule: expected at most"):
-        mapped(x, [21])
+        refused(says, chunk_map, **good | changes)
 
 
 # Token by token

@@ -115,11 +115,39 @@ def test_the_opening_fold_and_later_positions_may_be_kept_together():
         ({"lengths": [1], "start_positions": [-1]}, "start_positions: expected positions >= 0"),
         ({"lengths": [1], "start_positions": -64}, "start_positions: expected positions >= 0"),
         ({"lengths": [1], "drafts": [True, False]}, "drafts: expected one for each"),
-        ({"lengths": [1], "snapshot_positions": []}, "snapshot_positions: expected one list"),
+        ({"lengths": [1], "snapshot_positions": []}, "snapshot_positions: expected one for each"),
+        ({"lengths": [1], "snapshot_positions": 64}, "snapshot_positions: expected one list for"),
+        ({"lengths": [64], "snapshot_positions": [64]}, "snapshot_positions[0]: expected a list"),
+        ({"lengths": [64], "snapshot_positions": [[64.0]]}, "snapshot_positions[0]: expected int"),
+        ({"lengths": [2**31]}, "lengths: expected at most 2147483647 tokens, got 2147483648"),
+        ({"lengths": [2**90]}, "lengths: expected lengths <= "),
+        ({"lengths": {3: 4}}, "lengths: expected a list or tensor of integers, got dict"),
+        ({"lengths": [torch.tensor(1.5)]}, "lengths: expected integers, got a float32 tensor []"),
+        ({"lengths": [torch.tensor(True)]}, "lengths: expected integers, got a bool tensor []"),
+        ({"lengths": torch.zeros(9000)}, "lengths: expected dtype int32 or int64, got float32"),
+        ({"lengths": [1], "start_positions": 2**31 - 1}, "lengths: expected ends <= 2147483647"),
+        ({"lengths": [1], "start_positions": 2**31}, "start_positions: expected positions <= 2147"),
+        ({"lengths": [1], "start_positions": 1.5}, "start_positions: expected a list or tensor of"),
+        ({"lengths": [1], "start_positions": True}, "start_positions: expected a list or tensor"),
+        (
+            {"lengths": [1], "start_positions": [True]},
+            "start_positions: expected integers, got Tru",
+        ),
+        ({"lengths": [1], "start_positions": None}, "start_positions: expected a list or tensor"),
+        ({"lengths": [1], "drafts": None}, "drafts: expected a bool or a list of them, got None"),
+        ({"lengths": [1], "drafts": 1}, "drafts: expected a bool or a list of them, got 1"),
+        ({"lengths": [1], "drafts": [0]}, "drafts: expected True or False, got 0"),
+        ({"lengths": [1], "drafts": "no"}, "drafts: expected a bool or a list of them, got 'no'"),
+        ({"lengths": [64], "snapshot_every": 64.0}, "snapshot_every: expected an integer >= 0"),
+        ({"lengths": [64], "snapshot_every": True}, "snapshot_every: expected an integer >= 0"),
+        ({"lengths": [64], "snapshot_every": "64"}, "snapshot_every: expected an integer >= 0"),
+        ({"lengths": [8], "capacity": 8}, "capacity: expected a list or tensor of integers, got 8"),
+        ({"lengths": [8], "capacity": (1, 8.0, 0)}, "capacity: expected integers, got 8.0"),
+        ({"lengths": [8], "capacity": (1, 8, -1)}, "capacity: expected counts >= 0, got -1"),
         ({"lengths": [128], "snapshot_positions": [[128, 64]]}, "snapshot_positions[0]: expected"),
         ({"lengths": [128], "snapshot_positions": [[64, 64]]}, "snapshot_positions[0]: expected"),
         ({"lengths": [128], "snapshot_every": 32}, "snapshot_every: expected a multiple of 64"),
-        ({"lengths": [128], "snapshot_every": -64}, "snapshot_every: expected a multiple of 64"),
+        ({"lengths": [128], "snapshot_every": -64}, "snapshot_every: expected an integer >= 0"),
         (
             {"lengths": [128], "snapshot_every": 64, "snapshot_positions": [[]]},
             "snapshot_every: expected 0 beside snapshot_positions",
@@ -138,6 +166,40 @@ def test_a_wrong_step_gets_one_clear_error(arguments, says):
     with pytest.raises(ValueError) as error:
         Schedule(**arguments, device="cpu")
     assert str(error.value).startswith(says)
+
+
+@pytest.mark.parametrize("device", ["toaster", None, True, 1.5, "cuda:x"])
+def test_a_wrong_device_is_named(device):
+    with pytest.raises(
+        ValueError, match=r'^device: expected a device such as "cpu" or "cuda:0", g'
+    ):
+        Schedule([1], device=device)
+
+
+def test_the_integers_of_other_libraries_are_integers():
+    numpy = pytest.importorskip("numpy")
+    schedule = Schedule(
+        numpy.array([3, 2]),
+        start_positions=numpy.int32(64),
+        drafts=[numpy.True_, False],
+        device="cpu",
+    )
+    assert (schedule.lengths, schedule.starts, schedule.drafts) == ([3, 2], [64, 64], [True, False])
+    assert Schedule([torch.tensor(3), 2], device="cpu").lengths == [3, 2]
+    for wrong in (numpy.array([1.5]), [numpy.True_], numpy.array([True])):
+        with pytest.raises(ValueError, match=r"^lengths: expected integers, got "):
+            Schedule(wrong, device="cpu")
+
+
+def test_a_long_list_is_not_repeated_in_an_error():
+    with pytest.raises(ValueError) as error:
+        Schedule([1], capacity=range(1000), device="cpu")
+    assert len(str(error.value)) < 120
+    with pytest.raises(ValueError) as error:
+        Schedule([64 * 999], snapshot_positions=[[*range(64, 64 * 999, 64), 64]], device="cpu")
+    assert (
+        str(error.value) == "snapshot_positions[0]: expected rising positions, got 64 after 63872"
+    )
 
 
 def test_update_copies_what_it_is_given():

@@ -22,6 +22,7 @@ from headstart.integrations.transformers.caches import HybridCache, adopt, known
 from headstart.integrations.transformers.forward import Forward, lengths_of, packed_lengths
 from headstart.integrations.transformers.pages import PagedLayer
 from headstart.runtime import dispatch
+from headstart.runtime.checks import shown
 
 NAME = "headstart"
 LINEAR = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
@@ -326,9 +327,8 @@ def _padding(given: Any) -> torch.Tensor | None:
     if isinstance(given, dict):  # made by `generate` for static caches
         given = given.get("full_attention", given.get("sliding_attention"))
     if given is not None and not (isinstance(given, torch.Tensor) and given.dim() == 2):
-        shape = list(getattr(given, "shape", ()))
         raise ValueError(
-            f"attention_mask: expected [B, past + new] with 0 for padding, got {shape or given!r}; "
+            f"attention_mask: expected [B, past + new] with 0 for padding, got {shown(given)}; "
             "headstart serves causal and sliding attention"
         )
     return given

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 from headstart.integrations.transformers.delta_layer import DeltaLayer, expect_multiple
 from headstart.integrations.transformers.forward import Forward
 from headstart.integrations.transformers.pages import PAGE, PagedLayer, Pages
+from headstart.runtime.checks import shown
 
 
 class HybridCache(Cache):
@@ -93,7 +94,7 @@ class HybridCache(Cache):
         expect_multiple("position", position)
         kept = self.snapshots(row)
         if position and position not in kept:
-            raise ValueError(f"position: expected a kept one, of {kept}, got {position}")
+            raise ValueError(f"position: expected a kept one, of {shown(kept)}, got {position}")
         twin = HybridCache.__new__(HybridCache)
         twin.snapshot_positions, twin.snapshot_every = self.snapshot_positions, self.snapshot_every
         twin.pages = self.pages.restored(row, position)

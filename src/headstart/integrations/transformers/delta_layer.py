@@ -10,6 +10,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from headstart import DeltaCache
 from headstart.ops.gated_delta_rule.schedule import CHUNK, floor_chunk
+from headstart.runtime.checks import expect_int, shown
 
 if TYPE_CHECKING:
     from headstart.integrations.transformers.forward import Forward
@@ -96,7 +97,7 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
             return layer
         if position and (row, position) not in self.kept:
             found = sorted(p for n, p in self.kept if n == row)
-            raise ValueError(f"position: expected a kept one, of {found}, got {position}")
+            raise ValueError(f"position: expected a kept one, of {shown(found)}, got {position}")
         old = self.cache
         cache = layer.prepare(
             1,
@@ -250,6 +251,6 @@ def _not_plain() -> ValueError:
 
 def expect_multiple(name: str, position: int) -> int:
     """The position itself, if it lies on the chunk grid."""
-    if position < 0 or position % CHUNK:
+    if expect_int(name, position, 0) % CHUNK:
         raise ValueError(f"{name}: expected a multiple of {CHUNK}, got {position}")
     return position

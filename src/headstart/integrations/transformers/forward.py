@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headstart import ExtendPlan, Schedule
+from headstart.runtime.checks import shown
 
 
 class Forward:
@@ -67,7 +68,7 @@ class Forward:
             if known is not None and known != self.starts:
                 raise ValueError(
                     "attention_mask: expected as many tokens before the new ones as the cache "
-                    f"holds, {known}, got {self.starts}"
+                    f"holds, {shown(known)}, got {shown(self.starts)}"
                 )
         if len(self.starts) != len(self.lengths):
             raise ValueError(

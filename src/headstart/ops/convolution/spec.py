@@ -20,13 +20,18 @@ from headstart.ops.gated_delta_rule.slots import (
 from headstart.runtime.checks import (
     FLOATS,
     checking,
+    dtype_name,
     expect_device,
     expect_dtype,
+    expect_finite,
+    expect_flag,
     expect_last_contiguous,
     expect_no_gradients,
+    expect_number,
     expect_own_memory,
     expect_shape,
     expect_tensor,
+    shown,
 )
 
 DTYPES = (*FLOATS, torch.float64)
@@ -123,20 +128,28 @@ def bind(
     )
     if activation not in CONVOLUTION_ACTIVATIONS:
         raise ValueError(
-            f"activation: expected one of {list(CONVOLUTION_ACTIVATIONS)}, got {activation!r}"
+            f"activation: expected one of {list(CONVOLUTION_ACTIVATIONS)}, got {shown(activation)}"
         )
     if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
-        raise ValueError("schedule: expected a Schedule with a cache, since it holds positions")
+        raise ValueError(
+            "schedule: expected a Schedule with a cache, since it holds positions, "
+            f"got {shown(schedule)}"
+        )
     packed, schedule = _packed(x, schedule)
     tokens = packed.shape[0]
     if tokens < schedule.T:
         raise ValueError(f"schedule: expected at most T = {tokens} tokens, got {schedule.T}")
     width = weight.shape[1]
     read, write = _state_slots(state, schedule, x, width)
-    if return_state and isinstance(state, (Pool, CacheSlots)):
-        raise ValueError("return_state: expected False with a Pool or a cache, updated in place")
+    if expect_flag("return_state", return_state) and isinstance(state, (Pool, CacheSlots)):
+        raise ValueError(
+            "return_state: expected False with a Pool or a cache, updated in place, got True"
+        )
     if any(schedule.drafts) and not isinstance(state, CacheSlots):
-        raise ValueError("schedule: drafts need a DeltaCache, since a plain state cannot roll back")
+        raise ValueError(
+            "schedule: expected no drafts without a DeltaCache, since a plain state cannot roll "
+            f"back, got some with state {shown(state)}"
+        )
     kept = _snapshot_slots(snapshots, schedule, x, width, isinstance(state, CacheSlots))
     shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
     expect_no_races("state", write, read, kept if shared else None)
@@ -146,11 +159,12 @@ def bind(
         expect_dtype("out", out, (x.dtype,))
         expect_device("out", out, x.device, "x")
         expect_last_contiguous("out", out)
-        expect_own_memory("out", out, x=x, weight=weight, bias=bias)
+        places = {"state": _memory(state), "snapshots": _memory(snapshots)}
+        expect_own_memory("out", out, x=x, weight=weight, bias=bias, **places)
     if checking() and x.device.type != "meta":
         for name, tensor in (("x", packed[: schedule.T]), ("weight", weight), ("bias", bias)):
-            if tensor is not None and not bool(tensor.isfinite().all()):
-                raise ValueError(f"{name}: expected finite values, got some that are not")
+            if tensor is not None:
+                expect_finite(name, tensor)
     return ConvolutionCall(
         x=packed,
         weight=weight,
@@ -182,13 +196,12 @@ def bind_norm(
         expect_dtype(name, tensor, DTYPES)
         expect_device(name, tensor, x.device, "x")
     expect_no_gradients("rms_norm_gated", x=x, weight=weight, gate=gate)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
-        raise ValueError(f"eps: expected a number >= 0, got {eps!r}")
+    eps = expect_number("eps", eps, "a finite number >= 0", lambda eps: eps >= 0)
     if activation not in GATE_ACTIVATIONS:
         raise ValueError(
-            f"activation: expected one of {list(GATE_ACTIVATIONS)}, got {activation!r}"
+            f"activation: expected one of {list(GATE_ACTIVATIONS)}, got {shown(activation)}"
         )
-    return GatedNormCall(x=x, weight=weight, gate=gate, eps=float(eps), activation=activation)
+    return GatedNormCall(x=x, weight=weight, gate=gate, eps=eps, activation=activation)
 
 
 def three_dimensions(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +231,10 @@ def _packed(
     """x as [T, channels], and the schedule (one built here if none was given)."""
     if x.dim() == 3:
         if schedule is not None:
-            raise ValueError("schedule: expected None with x [B, L, channels], or x packed")
+            raise ValueError(
+                "schedule: expected None with x [B, L, channels], or x packed, "
+                f"got {shown(schedule)}"
+            )
         return x.flatten(0, 1), Schedule([x.shape[1]] * x.shape[0], device=x.device)
     if schedule is None:
         return x, Schedule([x.shape[0]], device=x.device)
@@ -282,19 +298,23 @@ def _snapshot_slots(
     count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
     if isinstance(snapshots, torch.dtype):
         if snapshots != x.dtype:
-            raise ValueError(f"snapshots: expected the dtype of x, {x.dtype}, got {snapshots}")
+            raise ValueError(
+                f"snapshots: expected the dtype of x, {dtype_name(x.dtype)}, "
+                f"got {dtype_name(snapshots)}"
+            )
         return None
     if isinstance(snapshots, Pool):
         _expect_pool("snapshots", snapshots, x, width)
         if snapshots.write_slots is None:
-            raise ValueError("snapshots: expected a Pool with write_slots")
+            raise ValueError("snapshots: expected a Pool with write_slots, got write_slots None")
         limit = snapshots.tensor.shape[0]
         return host_slots("snapshots", snapshots.write_slots, count, entries, limit)
     if isinstance(snapshots, CacheSlots):
         _expect_cache("snapshots", snapshots, x, width)
         return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
     raise ValueError(
-        f"snapshots: expected None, the dtype of x, a Pool or cache.at(slots), got {snapshots!r}"
+        "snapshots: expected None, the dtype of x, a Pool or cache.at(slots), "
+        f"got {shown(snapshots)}"
     )
 
 
@@ -310,7 +330,10 @@ def _expect_cache(name: str, at: CacheSlots, x: torch.Tensor, width: int) -> Non
             f"{[x.shape[-1], width]}, got {list(found)}"
         )
     if cache.dtype != x.dtype:
-        raise ValueError(f"{name}: expected a cache of dtype {x.dtype}, got {cache.dtype}")
+        raise ValueError(
+            f"{name}: expected a cache of dtype {dtype_name(x.dtype)}, "
+            f"got {dtype_name(cache.dtype)}"
+        )
     if cache.device != x.device and x.device.type != "meta":
         raise ValueError(f"{name}: expected device {x.device} (that of x), got {cache.device}")
 
@@ -321,5 +344,6 @@ def _expect_pool(name: str, pool: Pool, x: torch.Tensor, width: int) -> None:
     expect_shape(name, pool.tensor, "[S, width - 1, channels]", shape)
     expect_dtype(name, pool.tensor, (x.dtype,))
     expect_device(name, pool.tensor, x.device, "x")
+    expect_own_memory(name, pool.tensor)
     if pool.layout != "kv":
         raise ValueError(f"{name}: expected a Pool without a layout, got layout {pool.layout!r}")

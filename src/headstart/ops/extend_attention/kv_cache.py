@@ -8,10 +8,13 @@ import torch
 
 from headstart.runtime.checks import (
     FLOATS,
+    dtype_name,
     expect_device,
     expect_dtype,
+    expect_number,
     expect_shape,
     expect_tensor,
+    shown,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -68,7 +71,10 @@ class KVCache:
     def _expect_scale(self, name: str, scale: float | torch.Tensor | None) -> None:
         if not self.quantised:
             if scale is not None:
-                raise ValueError(f"{name}: expected None for a cache of {self.k.dtype}")
+                raise ValueError(
+                    f"{name}: expected None for a cache of {dtype_name(self.k.dtype)}, "
+                    f"got {shown(scale)}"
+                )
             return
         if scale is None:
             raise ValueError(f"{name}: expected a float, [1] or [HK] for a float8 cache, got None")
@@ -77,8 +83,8 @@ class KVCache:
                 raise ValueError(f"{name}: expected [1] or [{self.HK}], got {list(scale.shape)}")
             expect_dtype(name, scale, (torch.float32,))
             expect_device(name, scale, self.k.device, "cache.k")
-        elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale > 0:
-            raise ValueError(f"{name}: expected a scale > 0, got {scale!r}")
+        else:
+            expect_number(name, scale, "a finite scale > 0", lambda scale: scale > 0)
 
     @property
     def quantised(self) -> bool:

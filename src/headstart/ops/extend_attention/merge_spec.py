@@ -12,8 +12,10 @@ from headstart.runtime.checks import (
     expect_device,
     expect_dtype,
     expect_no_gradients,
+    expect_own_memory,
     expect_shape,
     expect_tensor,
+    shown,
 )
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +46,7 @@ class MergeCall:
 def bind(parts: Sequence[Pair], sinks: torch.Tensor | None, out: Pair | None) -> MergeCall:
     """Check the arguments; raises ValueError naming the first wrong one."""
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise ValueError(f"parts: expected at least one pair (o, lse), got {parts!r}")
+        raise ValueError(f"parts: expected at least one pair (o, lse), got {shown(parts)}")
     pairs = [_pair(f"parts[{i}]", part) for i, part in enumerate(parts)]
     o, lse = pairs[0]
     if o.dim() != 3:
@@ -69,11 +71,12 @@ def bind(parts: Sequence[Pair], sinks: torch.Tensor | None, out: Pair | None) ->
         expect_dtype("out[0]", o_out, DTYPES)
         expect_output("out[0]", o_out, "[T, HQ, DV]", o.shape, o, o_out.dtype)
         expect_output("out[1]", lse_out, "[T, HQ]", o.shape[:2], o, lse.dtype)
+        expect_own_memory("out[0]", o_out, **{"out[1]": lse_out})
         out = o_out, lse_out
     return MergeCall(pairs, sinks, out)
 
 
 def _pair(name: str, values: object) -> Pair:
     if not isinstance(values, (tuple, list)) or len(values) != 2:
-        raise ValueError(f"{name}: expected a pair (o, lse), got {values!r}")
+        raise ValueError(f"{name}: expected a pair (o, lse), got {shown(values)}")
     return expect_tensor(f"{name}[0]", values[0]), expect_tensor(f"{name}[1]", values[1])

@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 import torch
 
 from headstart.ops.extend_attention.kv_cache import KVCache
 from headstart.ops.extend_attention.locate import Consecutive, Listed, Paged, Slots
-from headstart.runtime.checks import host_ints
+from headstart.runtime.checks import (
+    INT32_MAX,
+    INTEGERS,
+    expect_dtype,
+    expect_flag,
+    expect_int,
+    expect_one_each,
+    expect_place,
+    host_ints,
+    host_rows,
+    positions_of_each,
+    shown,
+)
 
 Ints = Sequence[int] | torch.Tensor
 
@@ -124,14 +137,18 @@ class ExtendPlan:
         False: they cover the prefix only.
         """
         new = _lengths("lengths", lengths)
-        indptr = host_ints("kv_indptr", kv_indptr)
-        if len(indptr) != len(new) + 1 or indptr[0] < 0:
+        indptr = host_ints("kv_indptr", kv_indptr, "entries", 0)
+        if len(indptr) != len(new) + 1:
             raise ValueError(
-                f"kv_indptr: expected [N + 1] = [{len(new) + 1}] entries >= 0, got {len(indptr)}"
+                f"kv_indptr: expected [N + 1] = [{len(new) + 1}] entries, got {len(indptr)}"
             )
         listed = [end - begin for begin, end in pairwise(indptr)]
-        if any(count < 0 for count in listed):
-            raise ValueError("kv_indptr: expected a running sum, got a falling one")
+        if min(listed, default=0) < 0:
+            n = listed.index(min(listed))
+            raise ValueError(
+                "kv_indptr: expected a running sum, "
+                f"got {indptr[n + 1]} after {indptr[n]} at {n + 1}"
+            )
         indices = _index_tensor("kv_indices", kv_indices, 1, device)
         if indices.numel() < indptr[-1]:
             raise ValueError(
@@ -165,8 +182,7 @@ class ExtendPlan:
         """
         new = _lengths("lengths", lengths)
         prefix = _prefix("kv_lengths", _lengths("kv_lengths", kv_lengths, len(new)), new)
-        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-            raise ValueError(f"page_size: expected an integer >= 1, got {page_size!r}")
+        page_size = expect_int("page_size", page_size, 1, INT32_MAX)
         table = _index_tensor("page_table", page_table, 2, device)
         cached = [p + t for p, t in zip(prefix, new, strict=True)] if new_in_cache else prefix
         columns = -(-max(cached, default=0) // page_size)
@@ -204,8 +220,7 @@ class ExtendPlan:
         new = _lengths("lengths", lengths)
         prefix = _prefix("kv_lengths", _lengths("kv_lengths", kv_lengths, len(new)), new)
         first = [0] * len(new) if offsets is None else _lengths("offsets", offsets, len(new))
-        if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-            raise ValueError(f"max_length: expected an integer >= 1, got {max_length!r}")
+        max_length = expect_int("max_length", max_length, 1, INT32_MAX)
         for n, (begin, old, length) in enumerate(zip(first, prefix, new, strict=True)):
             used = begin + old + (length if new_in_cache else 0)
             if used > max_length:
@@ -233,22 +248,20 @@ class ExtendPlan:
     ) -> ExtendPlan:
         plan = cls.__new__(cls)
         plan._constructor = constructor
-        plan.device = torch.device(device)
+        plan.device = expect_place("device", device)
         plan.lengths, plan.prefix, plan.slots = lengths, prefix, slots
-        plan.new_in_cache = bool(new_in_cache)
+        plan.new_in_cache = expect_flag("new_in_cache", new_in_cache)
         plan.offsets, plan.prefix_offsets = _running_sum(lengths), _running_sum(prefix)
         count = len(lengths)
-        plan.key_start = _positions("key_start", options.key_start, count)
+        plan.key_start = positions_of_each("key_start", options.key_start, count)
         plan.key_positions = plan.position_tensor = None
         if options.key_positions is not None:
-            found = host_ints("key_positions", options.key_positions)
+            found = host_ints("key_positions", options.key_positions, "positions", 0, INT32_MAX)
             if len(found) != plan.prefix_offsets[-1]:
                 raise ValueError(
                     f"key_positions: expected one for each of {plan.prefix_offsets[-1]} prefix "
                     f"keys, got {len(found)}"
                 )
-            if found and min(found) < 0:
-                raise ValueError(f"key_positions: expected positions >= 0, got {min(found)}")
             if options.query_start is None and found:
                 raise ValueError("query_start: expected positions beside key_positions, got None")
             plan.key_positions = found
@@ -256,16 +269,22 @@ class ExtendPlan:
         if options.query_start is None:
             plan.query_start = [s + p for s, p in zip(plan.key_start, prefix, strict=True)]
         else:
-            plan.query_start = _positions("query_start", options.query_start, count)
+            plan.query_start = positions_of_each("query_start", options.query_start, count)
+        last = max([plan.offsets[-1], *map(add, plan.query_start, lengths)])
+        last = max([last, *map(add, plan.key_start, prefix)])
+        if last > INT32_MAX:
+            raise ValueError(f"lengths: expected tokens and ends <= {INT32_MAX}, got {last}")
         if options.mask_covers not in ("all", "new"):
-            raise ValueError(f'mask_covers: expected "all" or "new", got {options.mask_covers!r}')
+            raise ValueError(
+                f'mask_covers: expected "all" or "new", got {shown(options.mask_covers)}'
+            )
         plan.mask_covers = options.mask_covers
         plan.capacity = None
         if options.capacity is not None:
-            room = host_ints("capacity", options.capacity)
-            if len(room) != 3 or min(room) < 0:
+            room = host_ints("capacity", options.capacity, "counts", 0)
+            if len(room) != 3:
                 raise ValueError(
-                    f"capacity: expected (sequences, tokens, keys), got {options.capacity!r}"
+                    f"capacity: expected (sequences, tokens, keys), got {shown(options.capacity)}"
                 )
             plan.capacity = (room[0], room[1], room[2])
             found = (count, plan.T, sum(plan.cached(n) for n in range(count)))
@@ -284,7 +303,9 @@ class ExtendPlan:
         """
         for name in ("device", "capacity"):
             if name in kwargs:
-                raise ValueError(f"{name}: expected at construction only, got {kwargs[name]!r}")
+                raise ValueError(
+                    f"{name}: expected at construction only, got {shown(kwargs[name])}"
+                )
         build = getattr(type(self), self._constructor)
         fresh: ExtendPlan = build(*args, device=self.device, capacity=self.capacity, **kwargs)
         kept = self.slots
@@ -337,11 +358,9 @@ class ExtendPlan:
 
 
 def _lengths(name: str, values: Ints, count: int | None = None) -> list[int]:
-    found = host_ints(name, values)
-    if count is not None and len(found) != count:
-        raise ValueError(f"{name}: expected one for each of {count} sequences, got {len(found)}")
-    if found and min(found) < 0:
-        raise ValueError(f"{name}: expected values >= 0, got {min(found)}")
+    found = host_ints(name, values, "values", 0)
+    if count is not None:
+        expect_one_each(name, found, count)
     return found
 
 
@@ -355,12 +374,6 @@ def _prefix(name: str, total: list[int], new: list[int]) -> list[int]:
     return [whole - length for whole, length in zip(total, new, strict=True)]
 
 
-def _positions(name: str, values: int | Ints, count: int) -> list[int]:
-    if hasattr(values, "__index__") and not isinstance(values, torch.Tensor):
-        values = [values.__index__()] * count  # type: ignore[union-attr]
-    return _lengths(name, values, count)  # type: ignore[arg-type]
-
-
 def _running_sum(values: list[int]) -> list[int]:
     total = [0]
     for value in values:
@@ -372,17 +385,16 @@ def _index_tensor(
     name: str, values: Any, dims: int, device: torch.device | str | None
 ) -> torch.Tensor:
     """A private integer tensor: the caller may overwrite its own as soon as this returns."""
+    place = None if device is None else expect_place("device", device)
     if isinstance(values, torch.Tensor):
-        if values.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name}: expected dtype int32 or int64, got {values.dtype}")
-        tensor = values.to(device=device or values.device, copy=True)
+        if values.dim() != dims:
+            raise ValueError(f"{name}: expected {dims} dimensions, got shape {list(values.shape)}")
+        expect_dtype(name, values, INTEGERS)
+        return values.to(device=place or values.device, copy=True)
+    if dims == 1:
+        listed: Any = host_ints(name, values)
+        shape = (len(listed),)
     else:
-        try:
-            tensor = torch.tensor(list(values), dtype=torch.int64, device=device or "cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{name}: expected integers, got {values!r}") from error
-        if dims == 2 and not tensor.numel():
-            tensor = tensor.reshape(len(values), 0)
-    if tensor.dim() != dims:
-        raise ValueError(f"{name}: expected {dims} dimensions, got shape {list(tensor.shape)}")
-    return tensor
+        listed = host_rows(name, values)
+        shape = (len(listed), len(listed[0]) if listed else 0)
+    return torch.tensor(listed, dtype=torch.int64, device=place or "cpu").reshape(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +15,16 @@ from headstart.runtime.checks import (
     checking,
     expect_device,
     expect_dtype,
+    expect_finite,
+    expect_flag,
+    expect_int,
     expect_last_contiguous,
     expect_no_gradients,
+    expect_number,
     expect_own_memory,
     expect_shape,
     expect_tensor,
+    shown,
 )
 from headstart.runtime.workspace import Workspace
 
@@ -143,12 +147,14 @@ def bind(
     if q.device.type not in ("meta", plan.device.type):
         raise ValueError(f"plan: expected device {q.device} (that of q), got {plan.device}")
     if part not in PARTS:
-        raise ValueError(f'part: expected "all", "prefix" or "extend", got {part!r}')
+        raise ValueError(f'part: expected "all", "prefix" or "extend", got {shown(part)}')
     if cache is not None and not isinstance(cache, KVCache):
         raise ValueError(f"cache: expected a KVCache, got {type(cache).__name__}")
     HK, DV = _expect_keys(q, k, v, plan, cache, part)
     expect_no_gradients("extend_attention", q=q, k=k, v=v, sinks=sinks)
-    _expect_window(window)
+    if window is not None:
+        words = "None or a count of keys (the query's own included)"
+        window = expect_int("window", window, 1, words=words)
     if sinks is not None:
         expect_shape("sinks", sinks, "[HQ]", (q.shape[1],))
         expect_dtype("sinks", sinks, DTYPES)
@@ -165,9 +171,9 @@ def bind(
         expect_device("custom_mask", custom_mask, q.device, "q")
     o, lse = _expect_out(q, DV, part, out)
     held = {} if cache is None else {"the cache's k": cache.k, "the cache's v": cache.v}
-    for name, result in (("out", o), ("out[1]", lse)):
+    for name, result, other in (("out", o, {"out[1]": lse}), ("out[1]", lse, {})):
         if result is not None:
-            expect_own_memory(name, result, q=q, k=k, v=v, **held)
+            expect_own_memory(name, result, q=q, k=k, v=v, **held, **other)
     _expect_workspace(workspace, q)
     call = ExtendCall(
         q=q,
@@ -182,10 +188,10 @@ def bind(
         sinks=sinks,
         softcap=_softcap(softcap),
         custom_mask=custom_mask,
-        causal=bool(causal),
+        causal=expect_flag("causal", causal),
         part=part,
-        return_lse=bool(return_lse),
-        reproducible=bool(reproducible),
+        return_lse=expect_flag("return_lse", return_lse),
+        reproducible=expect_flag("reproducible", reproducible),
         workspace=workspace,
         out=o,
         out_lse=lse,
@@ -208,11 +214,17 @@ def _expect_keys(
     needs_new = part != "prefix" and not plan.new_in_cache
     needs_cache = plan.needs_cache and (plan.new_in_cache or part != "extend")
     if plan.new_in_cache and not (k is None and v is None):
-        raise ValueError("k, v: expected None, since the plan says that new keys are in the cache")
+        raise ValueError(
+            "k, v: expected None, since the plan says that new keys are in the cache, "
+            f"got {shown((k, v))}"
+        )
     if needs_new and (k is None or v is None):
-        raise ValueError("k, v: expected tensors, since the plan's new keys are not in the cache")
+        raise ValueError(
+            "k, v: expected tensors, since the plan's new keys are not in the cache, "
+            f"got {shown((k, v))}"
+        )
     if (k is None) != (v is None):
-        raise ValueError("k, v: expected both or neither")
+        raise ValueError(f"k, v: expected both or neither, got {shown((k, v))}")
     if needs_cache and cache is None:
         raise ValueError("cache: expected a KVCache, since the plan reads keys from it, got None")
     if k is not None and v is not None:
@@ -253,31 +265,16 @@ def _expect_layout(plan: ExtendPlan, cache: KVCache) -> None:
         plan.validate(cache)
 
 
-def _expect_window(window: int | None) -> None:
-    if window is None:
-        return
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(
-            "window: expected None or a count of keys >= 1 (the query's own included), "
-            f"got {window!r}"
-        )
-
-
 def _scale(scale: float | None, D: int) -> float:
     if scale is None:
         return D**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale: expected None or a finite float, got {scale!r}")
-    return float(scale)
+    return expect_number("scale", scale, "None or a finite number")
 
 
 def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    if not number or not 0 < softcap < math.inf:
-        raise ValueError(f"softcap: expected None or a finite float > 0, got {softcap!r}")
-    return float(softcap)
+    return expect_number("softcap", softcap, "None or a finite number > 0", lambda cap: cap > 0)
 
 
 def _expect_out(
@@ -315,7 +312,7 @@ def expect_output(
 
 def _pair(name: str, values: object) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(values, (tuple, list)) or len(values) != 2:
-        raise ValueError(f"{name}: expected a tensor or a pair (o, lse), got {values!r}")
+        raise ValueError(f"{name}: expected a tensor or a pair (o, lse), got {shown(values)}")
     return expect_tensor(f"{name}[0]", values[0]), expect_tensor(f"{name}[1]", values[1])
 
 
@@ -332,8 +329,8 @@ def _check_values(call: ExtendCall) -> None:
     """The checks of HEADSTART_CHECK=1 that look at values."""
     rows = slice(0, call.plan.T)
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if tensor is not None and not bool(tensor[rows].isfinite().all()):
-            raise ValueError(f"{name}: expected finite values, got some that are not")
+        if tensor is not None:
+            expect_finite(name, tensor[rows])
     if call.sinks is not None and bool(call.sinks.isnan().any()):
         raise ValueError("sinks: expected numbers, got NaN")
     if call.plan.needs_cache and call.cache is not None and call.part != "extend":

@@ -14,6 +14,7 @@ from headstart.runtime.checks import (
     expect_device,
     expect_dtype,
     expect_no_gradients,
+    expect_own_memory,
     expect_shape,
     expect_tensor,
     host_ints,
@@ -50,27 +51,32 @@ def bind(
         expect_shape(name, tensor, words, (T, cache.HK, store.shape[-1]))
         expect_dtype(name, tensor, DTYPES)
         expect_device(name, tensor, cache.device, "cache")
-    expect_no_gradients("write_kv", k=k, v=v)
+    held = {"cache.k": cache.k, "cache.v": cache.v}
+    expect_no_gradients("write_kv", k=k, v=v, **held)
+    expect_own_memory("cache.k", cache.k, k=k, v=v, **{"cache.v": cache.v})
+    expect_own_memory("cache.v", cache.v, k=k, v=v)
     if isinstance(slots, torch.Tensor):
         expect_shape("slots", slots, "[T]", (T,))
         expect_dtype("slots", slots, (torch.int32, torch.int64))
         expect_device("slots", slots, cache.device, "cache")
-        if slots.device.type == "cpu" and T and int(slots.max()) >= cache.slots:
-            raise ValueError(f"slots: expected slots below {cache.slots}, got {int(slots.max())}")
+        if slots.device.type == "cpu" or (checking() and slots.device.type != "meta"):
+            _expect_slots(slots, cache.slots)
     else:
         listed = host_ints("slots", slots)
         if len(listed) != T:
             raise ValueError(f"slots: expected one for each of {T} tokens, got {len(listed)}")
-        _expect_slots(listed, cache.slots)
-        slots = torch.tensor(listed, dtype=torch.int64, device=cache.device)
-    if checking() and k.device.type != "meta":
-        _expect_slots(slots.tolist(), cache.slots)
+        host = torch.tensor(listed, dtype=torch.int64)
+        _expect_slots(host, cache.slots)
+        slots = host.to(cache.device)
     return WriteCall(k, v, cache, slots)
 
 
-def _expect_slots(slots: list[int], limit: int) -> None:
-    written = [slot for slot in slots if slot >= 0]
-    if written and max(written) >= limit:
-        raise ValueError(f"slots: expected slots below {limit}, got {max(written)}")
-    if len(set(written)) != len(written):
-        raise ValueError("slots: expected every slot to be written once, got one twice")
+def _expect_slots(slots: torch.Tensor, limit: int) -> None:
+    written, times = slots[slots >= 0].unique(return_counts=True)
+    if written.numel() and int(written[-1]) >= limit:
+        raise ValueError(f"slots: expected slots below {limit}, got {int(written[-1])}")
+    if bool((times > 1).any()):
+        twice = int(written[times > 1][0])
+        raise ValueError(
+            f"slots: expected every slot to be written once, got slot {twice} twice or more"
+        )

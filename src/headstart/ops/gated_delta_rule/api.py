@@ -14,7 +14,15 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.spec import GatedDelta
 from headstart.runtime import dispatch
-from headstart.runtime.checks import expect_dtype, expect_shape
+from headstart.runtime.checks import (
+    expect_device,
+    expect_dtype,
+    expect_last_contiguous,
+    expect_no_gradients,
+    expect_shape,
+    expect_tensor,
+    shown,
+)
 from headstart.runtime.precision import full_float32
 from headstart.runtime.workspace import Workspace
 
@@ -211,12 +219,16 @@ def chunk_map(
     >>> L.flatten().tolist(), b.flatten().tolist()
     ([0.0, 0.0, 0.0, 1.0], [3.0, 0.0])
     """
+    # What the two calls below would say of q, which is not theirs to name.
     expect_shape("k", k, "[T, H, K]", (None, None, None))
+    expect_dtype("k", k, spec.STATE_DTYPES)
+    expect_last_contiguous("k", k)
     T, _, K = k.shape
     expect_shape("v", v, "[T, HV, V]", (T, None, None))
+    expect_no_gradients("chunk_map", k=k, v=v, g=g, beta=beta)
     if not isinstance(schedule, Schedule):
         schedule = Schedule(schedule, device=k.device)
-    N, HV = schedule.N, v.shape[1]
+    N, HV = schedule.slot_count(schedule.N, 0), v.shape[1]
     wide = torch.float64 if k.dtype == torch.float64 else torch.float32
     # Columns of V never mix: L is what becomes of the identity where no value comes in.
     silence = v.new_zeros(1, 1, K).expand(T, HV, K)
@@ -248,7 +260,8 @@ def compose(
 ) -> ChunkMap:
     """The map of `first` and then `second`: (L2 L1, L2 b1 + b2).
 
-    L [..., K, K] and b [..., K, V] in one float dtype.
+    L [..., K, K] and b [..., K, V] in one float dtype, on one device. ValueError if one does not
+    fit.
 
     >>> import torch, headstart
     >>> double = (2 * torch.eye(1), torch.ones(1, 1))
@@ -256,16 +269,28 @@ def compose(
     >>> float(L), float(b)
     (4.0, 3.0)
     """
-    (L1, b1), (L2, b2) = first, second
-    K, V = b1.shape[-2:]
+    (L1, b1), (L2, b2) = _map("first", first), _map("second", second)
+    if L1.dim() < 2 or L1.shape[-1] != L1.shape[-2]:
+        raise ValueError(f"first: L: expected [..., K, K], got {list(L1.shape)}")
+    expect_dtype("first: L", L1, spec.STATE_DTYPES)
+    V = b1.shape[-1] if b1.dim() else None
     for name, L, b in (("first", L1, b1), ("second", L2, b2)):
-        lead = b1.shape[:-2]
-        expect_shape(f"{name}: L", L, "[..., K, K]", (*lead, K, K))
-        expect_shape(f"{name}: b", b, "[..., K, V]", (*lead, K, V))
-        expect_dtype(f"{name}: L", L, (b1.dtype,))
-        expect_dtype(f"{name}: b", b, (b1.dtype,))
+        for part, words, tensor, shape in (
+            ("L", "[..., K, K]", L, L1.shape),
+            ("b", "[..., K, V]", b, (*L1.shape[:-1], V)),
+        ):
+            expect_shape(f"{name}: {part}", tensor, words, shape)
+            expect_dtype(f"{name}: {part}", tensor, (L1.dtype,))
+            expect_device(f"{name}: {part}", tensor, L1.device, "first: L")
+            expect_no_gradients("compose", **{f"{name}: {part}": tensor})
     with full_float32():
         return ChunkMap(L2 @ L1, L2 @ b1 + b2)
+
+
+def _map(name: str, pair: object) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{name}: expected a pair (L, b), got {shown(pair)}")
+    return expect_tensor(f"{name}: L", pair[0]), expect_tensor(f"{name}: b", pair[1])
 
 
 _HERE = "headstart.ops.gated_delta_rule"

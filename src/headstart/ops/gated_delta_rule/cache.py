@@ -16,9 +16,26 @@ from dataclasses import dataclass
 import torch
 
 from headstart.ops.gated_delta_rule.schedule import CHUNK
-from headstart.runtime.checks import FLOATS, expect_device, expect_dtype, expect_shape, host_ints
+from headstart.runtime.checks import (
+    FLOATS,
+    INT32_MAX,
+    checking,
+    expect_device,
+    expect_dtype,
+    expect_finite,
+    expect_flag,
+    expect_int,
+    expect_no_gradients,
+    expect_own_memory,
+    expect_place,
+    expect_shape,
+    host_ints,
+    shown,
+)
 
 MAX_DRAFT_TOKENS = 64
+STORED = (*FLOATS, torch.float64)
+"""Dtypes of what a cache stores."""
 
 
 class DeltaCache:
@@ -72,22 +89,19 @@ class DeltaCache:
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         for name, value in (("slots", slots), ("H", H), ("HV", HV), ("K", K), ("V", V)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+            expect_int(name, value, 1, INT32_MAX)
         if HV % H:
             raise ValueError(f"HV: expected a multiple of H = {H}, got {HV}")
-        if dtype not in (*FLOATS, torch.float64):
-            raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
-        if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"draft_tokens: expected 0 to {MAX_DRAFT_TOKENS}, got {draft_tokens}")
-        if conv_channels < 0:
-            raise ValueError(f"conv_channels: expected at least 0, got {conv_channels}")
-        if conv_width < 2:
-            raise ValueError(f"conv_width: expected at least 2, got {conv_width}")
+        if dtype not in STORED:
+            raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {shown(dtype)}")
+        expect_int("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
+        expect_int("conv_channels", conv_channels, 0, INT32_MAX)
+        expect_int("conv_width", conv_width, 2, INT32_MAX)
+        expect_flag("per_channel", per_channel)
         self.slots, self.H, self.HV, self.K, self.V = slots, H, HV, K, V
         self.per_channel, self.dtype, self.draft_tokens = per_channel, dtype, draft_tokens
         self.conv_channels, self.conv_width = conv_channels, conv_width
-        self.device = torch.device(device)
+        self.device = expect_place("device", device)
         layout = self._layout()
         if tensors is None:
             # Plain tensors even when made under inference mode: the cache outlives it.
@@ -98,12 +112,19 @@ class DeltaCache:
                 }
             self.device = self.tensors["state"].device  # "cuda" has become "cuda:0"
             return
-        if sorted(tensors) != sorted(layout):
-            raise ValueError(f"tensors: expected {sorted(layout)}, got {sorted(tensors)}")
+        if not isinstance(tensors, Mapping):
+            raise ValueError(f"tensors: expected tensors by name, got {shown(tensors)}")
+        if set(tensors) != set(layout):
+            raise ValueError(f"tensors: expected {sorted(layout)}, got {sorted(map(str, tensors))}")
         for name, (words, shape, kind) in layout.items():
             expect_shape(f"tensors[{name!r}]", tensors[name], words, shape)
             expect_dtype(f"tensors[{name!r}]", tensors[name], (kind,))
             expect_device(f"tensors[{name!r}]", tensors[name], self.device, "the cache")
+        given = {f"tensors[{name!r}]": tensor for name, tensor in tensors.items()}
+        expect_no_gradients("DeltaCache", **given)
+        while given:
+            name, tensor = given.popitem()
+            expect_own_memory(name, tensor, **given)
         self.tensors = dict(tensors)
         self.device = self.tensors["state"].device
 
@@ -199,28 +220,42 @@ class DeltaCache:
     ) -> None:
         """Fill slots with states [N, HV, K, V] after `positions` [N] tokens, tails empty.
 
+        states, histories: finite, any float dtype, on any device (they are copied and converted).
         histories [N, width - 1, channels], oldest first, are the convolution inputs before each
-        position; required where the cache has a convolution. A state at position 0 is empty.
+        position; required where the cache has a convolution. A state at position 0 is empty,
+        whatever it holds. States on a device are looked at under HEADSTART_CHECK=1.
         """
         index = self._index("slots", slots)
         self._expect_distinct("slots", index)
-        places = host_ints("positions", positions)
+        places = host_ints("positions", positions, f"multiples of {CHUNK}", 0, INT32_MAX)
         count = len(index)
         if len(places) != count:
             raise ValueError(f"positions: expected {count} positions, got {len(places)}")
         for place in places:
-            if place < 0 or place % CHUNK:
+            if place % CHUNK:
                 raise ValueError(f"positions: expected multiples of {CHUNK}, got {place}")
         expect_shape("states", states, "[N, HV, K, V]", (count, self.HV, self.K, self.V))
+        expect_dtype("states", states, STORED)
+        expect_no_gradients("DeltaCache.load", states=states, histories=histories)
+        if states.device.type == "cpu" or (checking() and states.device.type != "meta"):
+            full = torch.tensor(places, device=states.device).view(-1, 1, 1, 1) > 0
+            wide = self.tensors["state"].dtype
+            expect_finite("states", torch.where(full, states, 0).to(wide))
         if self.conv_channels:
             if histories is None:
-                raise ValueError("histories: expected a tensor, since the cache has a convolution")
+                raise ValueError(
+                    "histories: expected a tensor, since the cache has a convolution, got None"
+                )
             shape = (count, self.conv_width - 1, self.conv_channels)
             expect_shape("histories", histories, "[N, width - 1, channels]", shape)
-            if not bool(histories.isfinite().all()):
-                raise ValueError("histories: expected finite inputs, got some that are not")
+            expect_dtype("histories", histories, STORED)
+            if histories.device.type != "meta":
+                expect_finite("histories", histories.to(self.dtype))
         elif histories is not None:
-            raise ValueError("histories: expected None, since the cache has no convolution")
+            raise ValueError(
+                "histories: expected None, since the cache has no convolution, "
+                f"got {shown(histories)}"
+            )
         place = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.tensors["state"][index] = states.to(self.tensors["state"])
         self.tensors["position"][index] = place[:, None].to(torch.int32)
@@ -245,7 +280,7 @@ class DeltaCache:
     def _expect_distinct(name: str, index: torch.Tensor) -> None:
         found = index.tolist()
         if len(set(found)) != len(found):
-            raise ValueError(f"{name}: expected distinct slots, got {found}")
+            raise ValueError(f"{name}: expected distinct slots, got {shown(found)}")
 
     def __repr__(self) -> str:
         return (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.ops.activations import sigmoid, softplus
+from headstart.runtime.checks import expect_number, shown
 
 KINDS = ("log", "linear", "raw")
 BETAS = ("value", "logit", "logit2")
@@ -37,11 +38,12 @@ class Gate:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"gate: expected one of {list(KINDS)}, got {self.kind!r}")
+            raise ValueError(f"gate: expected one of {list(KINDS)}, got {shown(self.kind)}")
         if self.beta not in BETAS:
-            raise ValueError(f"beta: expected one of {list(BETAS)}, got {self.beta!r}")
-        if self.lower_bound is not None and not self.lower_bound < 0:
-            raise ValueError(f"lower_bound: expected a number below 0, got {self.lower_bound}")
+            raise ValueError(f"beta: expected one of {list(BETAS)}, got {shown(self.beta)}")
+        if self.lower_bound is not None:
+            words = "None or a finite number below 0"
+            expect_number("lower_bound", self.lower_bound, words, lambda bound: bound < 0)
 
     @staticmethod
     def log(*, beta: str = "value") -> Gate:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headstart.runtime.checks import shown
+
 LAYOUTS = ("kv", "vk")
 
 
@@ -21,7 +23,8 @@ class Pool:
     read_slots: slot of each sequence's old state, a list or an int tensor [N]; slot -1 reads
         zeros; None: all zeros.
     write_slots: slot of each new state; -1 writes nothing; None: the read slots.
-    present: bool [N]; present[n] False reads zeros (a slot that holds another sequence's state).
+    present: bools, a list or a tensor [N]; present[n] False reads zeros (a slot that holds another
+        sequence's state).
     layout: "kv" or "vk".
 
     Two sequences must not write one slot, nor one sequence a slot that another one reads.
@@ -39,4 +42,4 @@ class Pool:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ValueError(f"layout: expected one of {list(LAYOUTS)}, got {self.layout!r}")
+            raise ValueError(f"layout: expected one of {list(LAYOUTS)}, got {shown(self.layout)}")

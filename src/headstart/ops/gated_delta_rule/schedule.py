@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from headstart.ops.gated_delta_rule.chunk_table import CHUNK
-from headstart.runtime.checks import host_ints
+from headstart.runtime.checks import (
+    INT32_MAX,
+    expect_int,
+    expect_one_each,
+    expect_place,
+    host_flags,
+    host_ints,
+    positions_of_each,
+    shown,
+)
 
 
 def floor_chunk(position: int) -> int:
@@ -65,7 +74,7 @@ class Schedule:
         device: torch.device | str,
         capacity: tuple[int, int, int] | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = expect_place("device", device)
         self.capacity = None if capacity is None else _capacity(capacity)
         self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
         self.update_(
@@ -94,19 +103,24 @@ class Schedule:
         offsets = _offsets(lengths, cu_seqlens)
         count = len(offsets) - 1
         steps = [end - begin for begin, end in pairwise(offsets)]
-        starts = _per_sequence("start_positions", start_positions, count)
-        if any(start < 0 for start in starts):
-            raise ValueError(f"start_positions: expected positions >= 0, got {min(starts)}")
-        flags = _flags(drafts, count)
+        starts = positions_of_each("start_positions", start_positions, count)
+        ends = [start + step for start, step in zip(starts, steps, strict=True)]
+        if max(ends, default=0) > INT32_MAX:
+            raise ValueError(f"lengths: expected ends <= {INT32_MAX}, got {max(ends)}")
+        flags = host_flags("drafts", drafts, count)
+        if expect_int("snapshot_every", snapshot_every, 0) % CHUNK:
+            raise ValueError(
+                f"snapshot_every: expected a multiple of {CHUNK}, got {snapshot_every}"
+            )
         if snapshot_every:
             if snapshot_positions is not None:
-                raise ValueError("snapshot_every: expected 0 beside snapshot_positions")
-            if snapshot_every < 0 or snapshot_every % CHUNK:
                 raise ValueError(
-                    f"snapshot_every: expected a multiple of {CHUNK}, got {snapshot_every}"
+                    f"snapshot_every: expected 0 beside snapshot_positions, got {snapshot_every}"
                 )
             if any(flags):
-                raise ValueError("snapshot_every: expected 0 in a step that brings drafts")
+                raise ValueError(
+                    f"snapshot_every: expected 0 in a step that brings drafts, got {snapshot_every}"
+                )
             kept = [
                 list(
                     range(
@@ -178,46 +192,32 @@ class Schedule:
 
 
 def _capacity(capacity: Sequence[int]) -> tuple[int, int, int]:
-    values = host_ints("capacity", capacity)
-    if len(values) != 3 or min(values) < 0:
-        raise ValueError(f"capacity: expected (sequences, tokens, snapshots), got {capacity!r}")
+    values = host_ints("capacity", capacity, "counts", 0, INT32_MAX)
+    if len(values) != 3:
+        raise ValueError(
+            f"capacity: expected (sequences, tokens, snapshots), got {shown(capacity)}"
+        )
     return values[0], values[1], values[2]
 
 
 def _offsets(lengths: object, cu_seqlens: object) -> list[int]:
     if (lengths is None) == (cu_seqlens is None):
-        raise ValueError("lengths: expected exactly one of lengths and cu_seqlens")
+        came = "neither" if lengths is None else "both"
+        raise ValueError(f"lengths: expected exactly one of lengths and cu_seqlens, got {came}")
     if cu_seqlens is not None:
-        offsets = host_ints("cu_seqlens", cu_seqlens)
+        offsets = host_ints("cu_seqlens", cu_seqlens, "sums", -INT32_MAX, INT32_MAX)
         if not offsets or offsets[0] != 0:
-            raise ValueError(f"cu_seqlens: expected a running sum from 0, got {offsets[:4]}")
-        if any(end < begin for begin, end in pairwise(offsets)):
-            raise ValueError("cu_seqlens: expected a rising running sum, got a falling one")
+            raise ValueError(f"cu_seqlens: expected a running sum from 0, got {shown(offsets)}")
+        for n, (begin, end) in enumerate(pairwise(offsets)):
+            if end < begin:
+                raise ValueError(
+                    f"cu_seqlens: expected a rising running sum, got {end} after {begin} at {n + 1}"
+                )
         return offsets
-    offsets = [0]
-    for length in host_ints("lengths", lengths):
-        if length < 0:
-            raise ValueError(f"lengths: expected lengths >= 0, got {length}")
-        offsets.append(offsets[-1] + length)
+    offsets = [0, *accumulate(host_ints("lengths", lengths, "lengths", 0))]
+    if offsets[-1] > INT32_MAX:
+        raise ValueError(f"lengths: expected at most {INT32_MAX} tokens, got {offsets[-1]}")
     return offsets
-
-
-def _per_sequence(name: str, values: object, count: int) -> list[int]:
-    if hasattr(values, "__index__") and not isinstance(values, torch.Tensor):
-        return [values.__index__()] * count  # type: ignore[union-attr]
-    found = host_ints(name, values)
-    if len(found) != count:
-        raise ValueError(f"{name}: expected one for each of {count} sequences, got {len(found)}")
-    return found
-
-
-def _flags(drafts: bool | Sequence[bool], count: int) -> list[bool]:
-    if isinstance(drafts, bool):
-        return [drafts] * count
-    flags = [bool(flag) for flag in drafts]
-    if len(flags) != count:
-        raise ValueError(f"drafts: expected one for each of {count} sequences, got {len(flags)}")
-    return flags
 
 
 def _snapshot_positions(
@@ -225,11 +225,11 @@ def _snapshot_positions(
 ) -> list[list[int]]:
     if given is None:
         return [[] for _ in starts]
-    if len(given) != len(starts):
+    if not isinstance(given, (list, tuple, torch.Tensor)):
         raise ValueError(
-            f"snapshot_positions: expected one list for each of {len(starts)} sequences, "
-            f"got {len(given)}"
+            f"snapshot_positions: expected one list for each sequence, got {shown(given)}"
         )
+    expect_one_each("snapshot_positions", given, len(starts))
     kept = []
     for n, (positions, start, step, draft) in enumerate(
         zip(given, starts, steps, drafts, strict=True)
@@ -247,7 +247,8 @@ def _snapshot_positions(
                 raise ValueError(f"snapshot_positions[{n}]: expected {allowed}, got {position}")
             if position <= before:
                 raise ValueError(
-                    f"snapshot_positions[{n}]: expected rising positions, got {positions}"
+                    f"snapshot_positions[{n}]: expected rising positions, "
+                    f"got {position} after {before}"
                 )
         kept.append(positions)
     return kept

@@ -8,7 +8,14 @@ import torch
 
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
-from headstart.runtime.checks import checking, host_ints
+from headstart.runtime.checks import (
+    checking,
+    expect_dtype,
+    expect_shape,
+    host_flags,
+    host_ints,
+    shown,
+)
 
 
 def host_slots(
@@ -44,11 +51,14 @@ def pool_slots(pool: Pool, count: int, entries: int) -> tuple[list[int] | None, 
     if pool.write_slots is not None:
         write = host_slots("write_slots", pool.write_slots, count, entries, limit)
     elif pool.read_slots is None:
-        raise ValueError("write_slots: expected slots, since read_slots is None")
+        raise ValueError("write_slots: expected slots, since read_slots is None, got None")
     else:
         write = read
-    if pool.present is not None and len(pool.present) != entries:
-        raise ValueError(f"present: expected {entries} flags, got {len(pool.present)}")
+    if isinstance(pool.present, torch.Tensor):  # not read here: it may lie on a device
+        expect_shape("present", pool.present, "[N]", (entries,))
+        expect_dtype("present", pool.present, (torch.bool,))
+    elif pool.present is not None:
+        host_flags("present", pool.present, entries)
     return read, write
 
 
@@ -68,7 +78,9 @@ def expect_no_races(
     """Raise if a slot is written twice, or written for one sequence and read for another."""
     taken = [slot for slot in written or [] if slot >= 0]
     if len(set(taken)) != len(taken):
-        raise ValueError(f"{name}: expected every slot to be written once, got {written}")
+        raise ValueError(
+            f"{name}: expected every slot to be written once, got slot {_repeated(taken)} twice"
+        )
     for n, slot in enumerate(read or []):
         others = [m for m, other in enumerate(written or []) if other == slot and m != n]
         if slot >= 0 and others:
@@ -78,9 +90,17 @@ def expect_no_races(
             )
     kept = [slot for slot in snapshots or [] if slot >= 0]
     if len(set(kept)) != len(kept):
-        raise ValueError(f"snapshots: expected every slot to be written once, got {snapshots}")
+        raise ValueError(
+            f"snapshots: expected every slot to be written once, got slot {_repeated(kept)} twice"
+        )
     both = set(kept) & ({slot for slot in read or [] if slot >= 0} | set(taken))
     if both:
         raise ValueError(
-            f"snapshots: expected slots that no sequence uses in this call, got {sorted(both)}"
+            "snapshots: expected slots that no sequence uses in this call, "
+            f"got {shown(sorted(both))}"
         )
+
+
+def _repeated(slots: list[int]) -> int:
+    """The first slot that is listed twice."""
+    return next(slot for i, slot in enumerate(slots) if slot in slots[:i])

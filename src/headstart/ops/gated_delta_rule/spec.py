@@ -21,14 +21,19 @@ from headstart.ops.gated_delta_rule.slots import (
 from headstart.runtime.checks import (
     FLOATS,
     checking,
+    dtype_name,
     expect_device,
     expect_dtype,
+    expect_finite,
+    expect_flag,
     expect_last_contiguous,
     expect_no_gradients,
+    expect_number,
     expect_own_memory,
     expect_shape,
     expect_tensor,
     packs,
+    shown,
 )
 from headstart.runtime.workspace import Workspace
 
@@ -105,7 +110,10 @@ def bind(
 ) -> GatedDeltaCall:
     """Check the arguments of `gated_delta_rule`; raises ValueError naming the first wrong one."""
     if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
-        raise ValueError("schedule: expected a Schedule with a cache, since it holds positions")
+        raise ValueError(
+            "schedule: expected a Schedule with a cache, since it holds positions, "
+            f"got {shown(schedule)}"
+        )
     shape, (q, k, v, g, beta), schedule = _packed(q, k, v, g, beta, schedule)
     expect_no_gradients("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta)
     _expect_no_other_gradients(state, gate, snapshots, out)
@@ -115,15 +123,24 @@ def bind(
         raise ValueError(f"schedule: expected at most T = {T} tokens, got {schedule.T}")
     _expect_gate(gate, g, HV, K, q.device)
     cached = isinstance(state, CacheSlots)
+    expect_flag("return_state", return_state)
+    expect_flag("qk_l2norm", qk_l2norm)
     if reproducible is None:
         reproducible = cached
-    elif cached and not reproducible:
-        raise ValueError("reproducible: expected True with a DeltaCache, which implies it")
+    elif not expect_flag("reproducible", reproducible) and cached:
+        raise ValueError(
+            "reproducible: expected True with a DeltaCache, which implies it, got False"
+        )
     read, write = _state_slots(state, schedule, (H, HV, K, V), q, g)
     if return_state and isinstance(state, (Pool, CacheSlots)):
-        raise ValueError("return_state: expected False with a Pool or a cache, updated in place")
+        raise ValueError(
+            "return_state: expected False with a Pool or a cache, updated in place, got True"
+        )
     if any(schedule.drafts) and not cached:
-        raise ValueError("schedule: drafts need a DeltaCache, since a plain state cannot roll back")
+        raise ValueError(
+            "schedule: expected no drafts without a DeltaCache, since a plain state cannot roll "
+            f"back, got some with state {shown(state)}"
+        )
     kept = _snapshot_slots(snapshots, schedule, (H, HV, K, V), q, cached)
     shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
     expect_no_races("state", write, read, kept if shared else None)
@@ -138,12 +155,17 @@ def bind(
             inputs |= {f"the cache's {name}": held for name, held in state.cache.tensors.items()}
         elif state is not None:
             inputs["state"] = state.tensor if isinstance(state, Pool) else state
+        if isinstance(snapshots, Pool):
+            inputs["snapshots"] = snapshots.tensor
+        elif isinstance(snapshots, CacheSlots):
+            held = snapshots.cache.tensors
+            inputs |= {f"the snapshots' {name}": tensor for name, tensor in held.items()}
         rows = out.flatten(0, 1) if out.dim() == 4 and packs(out) else out
         expect_own_memory("out", rows, **inputs)
     if workspace is not None and not isinstance(workspace, Workspace):
-        raise ValueError(f"workspace: expected a Workspace, got {workspace!r}")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise ValueError(f"scale: expected a number, got {scale!r}")
+        raise ValueError(f"workspace: expected a Workspace, got {type(workspace).__name__}")
+    if scale is not None:
+        scale = expect_number("scale", scale, "None or a finite number")
     if workspace is not None and workspace.device.type != q.device.type:
         raise ValueError(f"workspace: expected device {q.device}, got {workspace.device}")
     if checking() and q.device.type != "meta":
@@ -163,7 +185,7 @@ def bind(
         snapshots=snapshots,
         snapshot_slots=kept,
         return_state=return_state,
-        scale=K**-0.5 if scale is None else float(scale),
+        scale=K**-0.5 if scale is None else scale,
         qk_l2norm=qk_l2norm,
         reproducible=reproducible,
         workspace=workspace,
@@ -233,11 +255,14 @@ def _packed(
         expect_device(name, tensor, q.device, "q")
     for name, tensor in optional.items():
         if not tensor.dtype.is_floating_point:
-            raise ValueError(f"{name}: expected a float dtype, got {tensor.dtype}")
+            raise ValueError(f"{name}: expected a float dtype, got {dtype_name(tensor.dtype)}")
     shape = (*lead, HV, v.shape[-1])
     if len(lead) == 2:
         if schedule is not None:
-            raise ValueError("schedule: expected None with [B, L, ...] inputs, or packed inputs")
+            raise ValueError(
+                "schedule: expected None with [B, L, ...] inputs, or packed inputs, "
+                f"got {shown(schedule)}"
+            )
         schedule = Schedule([lead[1]] * lead[0], device=q.device)
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         g, beta = (None if tensor is None else tensor.flatten(0, 1) for tensor in (g, beta))
@@ -252,17 +277,19 @@ def _packed(
 
 def _expect_gate(gate: Gate, g: torch.Tensor | None, HV: int, K: int, device: torch.device) -> None:
     if not isinstance(gate, Gate):
-        raise ValueError(f"gate: expected a Gate such as Gate.log(), got {gate!r}")
+        raise ValueError(f"gate: expected a Gate such as Gate.log(), got {shown(gate)}")
     if gate.kind != "raw":
         return
     if g is None:
         raise ValueError("g: expected a tensor with Gate.raw, got None")
     expect_shape("a_log", expect_tensor("a_log", gate.a_log), "[HV]", (HV,))
+    expect_dtype("a_log", gate.a_log, STATE_DTYPES)  # type: ignore[arg-type]
     expect_device("a_log", gate.a_log, device, "q")  # type: ignore[arg-type]
     if gate.dt_bias is not None:
         channels = (K,) if g.dim() == 3 else ()
         words = "[HV, K]" if channels else "[HV]"
         expect_shape("dt_bias", gate.dt_bias, words, (HV, *channels))
+        expect_dtype("dt_bias", gate.dt_bias, STATE_DTYPES)
         expect_device("dt_bias", gate.dt_bias, device, "q")
 
 
@@ -318,12 +345,12 @@ def _snapshot_slots(
     count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
     if isinstance(snapshots, torch.dtype):
         if snapshots not in STATE_DTYPES:
-            raise ValueError(f"snapshots: expected a float dtype, got {snapshots}")
+            raise ValueError(f"snapshots: expected a float dtype, got {dtype_name(snapshots)}")
         return None
     if isinstance(snapshots, Pool):
         expect_pool("snapshots", snapshots, sizes, q)
         if snapshots.write_slots is None:
-            raise ValueError("snapshots: expected a Pool with write_slots")
+            raise ValueError("snapshots: expected a Pool with write_slots, got write_slots None")
         return host_slots(
             "snapshots", snapshots.write_slots, count, entries, snapshots.tensor.shape[0]
         )
@@ -331,7 +358,7 @@ def _snapshot_slots(
         expect_cache("snapshots", snapshots, sizes, q)
         return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
     raise ValueError(
-        f"snapshots: expected None, a dtype, a Pool or cache.at(slots), got {snapshots!r}"
+        f"snapshots: expected None, a dtype, a Pool or cache.at(slots), got {shown(snapshots)}"
     )
 
 
@@ -346,7 +373,10 @@ def expect_cache(
             f"{name}: expected a cache with [H, HV, K, V] = {list(sizes)}, got {list(found)}"
         )
     if cache.dtype != q.dtype:
-        raise ValueError(f"{name}: expected a cache of dtype {q.dtype}, got {cache.dtype}")
+        raise ValueError(
+            f"{name}: expected a cache of dtype {dtype_name(q.dtype)}, "
+            f"got {dtype_name(cache.dtype)}"
+        )
     if cache.device != q.device and q.device.type != "meta":
         raise ValueError(f"{name}: expected device {q.device} (that of q), got {cache.device}")
 
@@ -376,8 +406,8 @@ def _check_values(
     """The checks of HEADSTART_CHECK=1 that look at values."""
     rows = slice(0, schedule.T)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta)):
-        if tensor is not None and not bool(tensor[rows].isfinite().all()):
-            raise ValueError(f"{name}: expected finite values, got some that are not")
+        if tensor is not None:
+            expect_finite(name, tensor[rows])
     if g is None:
         return
     decay = g[rows]
@@ -385,5 +415,5 @@ def _check_values(
         raise ValueError("g: expected a log decay <= 0, got values above 0 or NaN")
     if gate.kind == "linear" and not bool(((decay >= 0) & (decay <= 1)).all()):
         raise ValueError("g: expected a decay in [0, 1], got values outside or NaN")
-    if gate.kind == "raw" and not bool(decay.isfinite().all()):
-        raise ValueError("g: expected finite values, got some that are not")
+    if gate.kind == "raw":
+        expect_finite("g", decay)
