@@ -151,6 +151,38 @@ def test_points_lie_where_the_numbers_say(whole):
     assert ours[1][0] - ours[0][0] == pytest.approx(2 * per_octave, rel=1e-4)
 
 
+def drawn_along_x(figure):
+    """Values of the markers along a logarithmic x axis, by the colour they are drawn in."""
+    ticks = re.findall(
+        r'<g id="xtick_\d+">.*?<use [^>]*x="([\d.]+)"[^>]*>.*?<text[^>]*>([\d.,]+)</text>',
+        figure,
+        re.S,
+    )
+    (x0, first), (x1, last) = ((float(x), float(label)) for x, label in (ticks[0], ticks[-1]))
+    found = {}
+    for x, color in re.findall(r'<use [^>]*x="([\d.]+)"[^>]*fill: var\(--([\w-]+)\)', figure):
+        value = first * (last / first) ** ((float(x) - x0) / (x1 - x0))
+        found.setdefault(color, []).append(round(value, 2))
+    return found
+
+
+def test_markers_stand_at_ratios_and_multiples_of_the_floor(whole):
+    _, ratios, floors = re.findall(r"<svg.*?</svg>", section(whole, "times-1"), re.S)
+    flashinfer, fla = ("series-2", "series-3")
+    shown = drawn_along_x(ratios)
+    assert shown[flashinfer][1:5] == [1.06, 0.94, 1.00, 0.97]
+    assert shown[fla][2] == pytest.approx(1.193 / 0.561, abs=0.01)
+    floor = made.bench()[2].floor_ms
+    shown = drawn_along_x(floors)
+    assert shown["series-1"][2] == pytest.approx(0.561 / floor, abs=0.01)
+    assert shown[fla][2] == pytest.approx(1.193 / floor, abs=0.02)
+
+
+def test_only_what_beats_the_first_arm_is_marked(whole):
+    marked = re.findall(r'<td class="win[^"]*">([^<]*)</td>', section(whole, "times-1"))
+    assert marked == ["0.941 [0.922, 0.960]", "0.969 [0.950, 0.989]"]
+
+
 def test_values_are_escaped(tmp_path):
     bad = [one.model_copy(update={"fault": "<script>alert(1)</script> & more"})
            for one in made.mutants()]  # fmt: skip
