@@ -92,5 +92,6 @@ class StaticKernel:
 STATIC = {
     "gated_delta_rule": "headstart.ops.gated_delta_rule.triton.static:kernels",
     "causal_conv1d": "headstart.ops.convolution.triton.static:kernels",
+    "extend_attention": "headstart.ops.extend_attention.triton.static:kernels",
 }
 """Operation -> "module:function" that lists its kernels."""

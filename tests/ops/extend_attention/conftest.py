@@ -6,7 +6,7 @@ from tests.implementations import by_name, here
 
 import headstart
 
-IMPLEMENTATIONS = here("reference", "torch")
+IMPLEMENTATIONS = here("reference", "torch", "triton")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, scope="module")

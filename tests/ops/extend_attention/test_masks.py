@@ -280,5 +280,6 @@ def test_the_default_on_a_cpu_is_torch():
     rows = headstart.explain("extend_attention", **batch.arguments())
     assert [(name, accepted) for name, accepted, _ in rows] == [
         ("torch", True),
+        ("triton", False),
         ("reference", True),
     ]

@@ -194,6 +194,7 @@ EXTEND_ATTENTION = dispatch.register(
         name="extend_attention",
         bind=spec.bind,
         places={
+            "triton": f"{_HERE}.triton.call:IMPLEMENTATION",
             "torch": f"{_HERE}.decomposed:IMPLEMENTATION",
             "reference": f"{_HERE}.reference:IMPLEMENTATION",
         },
@@ -206,6 +207,7 @@ MERGE_ATTENTION = dispatch.register(
         name="merge_attention",
         bind=merge_spec.bind,
         places={
+            "triton": f"{_HERE}.triton.call:MERGE",
             "torch": f"{_HERE}.decomposed:MERGE",
             "reference": f"{_HERE}.reference:MERGE",
         },
@@ -218,6 +220,7 @@ WRITE_KV = dispatch.register(
         name="write_kv",
         bind=write_spec.bind,
         places={
+            "triton": f"{_HERE}.triton.call:WRITE",
             "torch": f"{_HERE}.decomposed:WRITE",
             "reference": f"{_HERE}.reference:WRITE",
         },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import add
@@ -87,6 +87,7 @@ class ExtendPlan:
     capacity: tuple[int, int, int] | None
     device: torch.device
     _constructor: str
+    _on_device: dict[Callable[[ExtendPlan], torch.Tensor], torch.Tensor]
 
     def __init__(self) -> None:
         raise TypeError(
@@ -248,6 +249,7 @@ class ExtendPlan:
     ) -> ExtendPlan:
         plan = cls.__new__(cls)
         plan._constructor = constructor
+        plan._on_device = {}
         plan.device = expect_place("device", device)
         plan.lengths, plan.prefix, plan.slots = lengths, prefix, slots
         plan.new_in_cache = expect_flag("new_in_cache", new_in_cache)
@@ -311,8 +313,32 @@ class ExtendPlan:
         kept = self.slots
         if kept is not None and fresh.slots is not None and self.capacity is not None:
             fresh.slots = fresh.slots.stored_in(kept)
+        if self.capacity is not None:
+            fresh._on_device = self._on_device
         self.__dict__.update(fresh.__dict__)
+        for build, tensor in self._on_device.items():
+            # Pageable memory: staged before the call returns, so the source may go.
+            tensor.copy_(build(self), non_blocking=True)
         return self
+
+    def on_device(self, build: Callable[[ExtendPlan], torch.Tensor]) -> torch.Tensor:
+        """The table that `build` makes of this plan on the CPU, on the plan's device, kept.
+
+        Built at first use; `update_` writes it again where it lies, so `build` must return one
+        shape for every forward that a plan with a capacity may hold.
+
+        >>> plan = ExtendPlan.from_lengths([2], device="cpu", capacity=(1, 8, 0))
+        >>> kept = plan.on_device(lambda plan: torch.tensor(plan.lengths))
+        >>> _ = plan.update_([4])
+        >>> kept.tolist()
+        [4]
+        """
+        if build not in self._on_device:
+            # A plain tensor even when made under inference mode: the plan outlives it.
+            with torch.inference_mode(False):
+                table = build(self)
+                self._on_device[build] = table.to(self.device, non_blocking=True)
+        return self._on_device[build]
 
     def validate(self, cache: KVCache | None = None) -> None:
         """Read the indices back and raise ValueError if a slot lies outside the cache.

@@ -1,0 +1,213 @@
+"""What a plan asks of kernels, as tables on the device: its sequences, and the tiles of its rows.
+
+Every table is a pure function of host facts and is kept by the plan, so a call copies nothing from
+the device, and `update_` refreshes what a captured graph reads. The tiles are listed, heavy ones
+first, so that no block of a launch stands for rows that do not exist. A tile that is the only one
+of its sequence may be cut into pieces of `piece` keys each, which programs of their own reduce and
+a second launch joins: short rows on long prefixes (decoding) then fill the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headstart.ops.extend_attention.locate import Consecutive, Listed
+from headstart.ops.extend_attention.plan import ExtendPlan
+
+SEQUENCE_COLUMNS = 12
+"""first packed row, length, query start, key start, prefix keys, new keys, place of key 0 (a slot,
+or an entry of the index list or page table), number of the first new key, custom mask: entry of
+row 0 and key 0, entries of a row, column of the first new key; key positions: entry of key 0."""
+TILE_COLUMNS = 4
+"""sequence (-1: none), first row in it, piece (-1: all keys), row of the scratch for its first."""
+JOIN_COLUMNS = 4
+"""packed row (-1: none), row of the scratch of its first piece, pieces, rows from one to the next.
+"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a launch sees a plan: what its tables depend on besides the plan.
+
+    part: as of the call. joined: prefix and new keys of a sequence are one run of cached keys where
+    their positions are. tokens: new tokens of a tile. piece: keys of a piece, 0: nothing is cut;
+    absolute: pieces are counted from position 0, not from the first prefix key.
+    """
+
+    part: str
+    joined: bool
+    tokens: int
+    piece: int
+    absolute: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """The tables of one plan in one cut.
+
+    sequences: int64 [1 + N, SEQUENCE_COLUMNS]; the first row is that of rows of no sequence, which
+    begin at the plan's T. tiles: int32 [., TILE_COLUMNS]. joins: int32 [., JOIN_COLUMNS], the rows
+    whose tiles are cut. scratch_rows: rows of scratch, over all pieces.
+    """
+
+    sequences: torch.Tensor
+    tiles: torch.Tensor
+    joins: torch.Tensor
+    scratch_rows: int
+
+
+def tile_table(plan: ExtendPlan, cut: Cut) -> TileTable:
+    """The tables of a plan, kept by it.
+
+    >>> plan = ExtendPlan.from_lengths([70, 1], [0, 300], device="cpu")
+    >>> table = tile_table(plan, Cut("all", False, tokens=64, piece=256, absolute=False))
+    >>> table.tiles.tolist()
+    [[1, 0, 0, 0], [1, 0, 1, 1], [0, 64, -1, 0], [0, 0, -1, 0]]
+    >>> table.joins.tolist(), table.scratch_rows
+    ([[70, 0, 2, 1]], 2)
+    """
+    sequences, tiles, joins = _builders(cut)
+    return TileTable(
+        plan.on_device(sequences),
+        plan.on_device(tiles),
+        plan.on_device(joins),
+        scratch_rows(plan, cut),
+    )
+
+
+def key_positions(plan: ExtendPlan) -> torch.Tensor:
+    """Positions of all prefix keys, int32, as `ExtendPlan.on_device` wants them."""
+    found = torch.tensor(plan.key_positions or [], dtype=torch.int32)
+    return _filled(found, 0 if plan.capacity is None else plan.capacity[2], 0)
+
+
+def scratch_rows(plan: ExtendPlan, cut: Cut) -> int:
+    """Rows of scratch that the pieces of a plan take, or may take after an update."""
+    if not cut.piece:
+        return 0
+    if plan.capacity is None:
+        return sum(plan.lengths[n] * len(_pieces(plan, cut, n)) for n in range(plan.N))
+    return cut.tokens * _most_pieces(plan, cut)
+
+
+@functools.cache
+def _builders(cut: Cut) -> tuple[Callable[[ExtendPlan], torch.Tensor], ...]:
+    """The tables as `ExtendPlan.on_device` wants them: the same function for the same table."""
+    return tuple(
+        functools.partial(build, cut=cut) for build in (_sequence_rows, _tile_rows, _join_rows)
+    )
+
+
+def _sequence_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
+    rows = [[plan.T] + [0] * (SEQUENCE_COLUMNS - 1)]
+    mask = 0
+    for n in range(plan.N):
+        length, prefix = plan.lengths[n], plan.prefix[n]
+        cached = 0 if cut.part == "extend" else prefix
+        fresh = 0 if cut.part == "prefix" else length
+        if cut.joined and _continues(plan, n):
+            cached, fresh = cached + fresh, 0
+        columns = plan.mask_columns(n)
+        column = prefix if plan.mask_covers == "all" else 0
+        rows.append([
+            plan.offsets[n], length, plan.query_start[n], plan.key_start[n], cached, fresh,
+            _place(plan, n), prefix, mask, columns, column, plan.prefix_offsets[n],
+        ])  # fmt: skip
+        mask += length * columns
+    found = torch.tensor(rows, dtype=torch.int64)
+    return _filled(found, 0 if plan.capacity is None else 1 + plan.capacity[0], 0)
+
+
+def _place(plan: ExtendPlan, n: int) -> int:
+    """Where the place of a sequence's first key is found: its slot, or an entry of a table."""
+    slots = plan.slots
+    if slots is None:
+        return 0
+    if isinstance(slots, Consecutive):
+        return slots.first[n]
+    return slots.indptr[n] if isinstance(slots, Listed) else n * slots.table.stride(0)
+
+
+def _tile_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
+    lengths = torch.tensor(plan.lengths, dtype=torch.int64)
+    counts = (lengths + cut.tokens - 1) // cut.tokens
+    pieces = [_pieces(plan, cut, n) for n in range(plan.N)]
+    whole = counts * torch.tensor([not found for found in pieces], dtype=torch.int64)
+    n = torch.repeat_interleave(torch.arange(plan.N), whole)
+    before = torch.repeat_interleave(whole.cumsum(0) - whole, whole)
+    first = (torch.arange(len(n)) - before) * cut.tokens
+    keys = torch.tensor(plan.prefix, dtype=torch.int64)[n] + first
+    order = keys.argsort(descending=True, stable=True)
+    whole_tiles = torch.stack(
+        [n[order], first[order], torch.full_like(n, -1), torch.zeros_like(n)], dim=1
+    )
+    cut_tiles, row = [], 0
+    for sequence, found in enumerate(pieces):
+        for piece in found:
+            cut_tiles.append([sequence, 0, piece, row])
+            row += plan.lengths[sequence]
+    cut_table = torch.tensor(cut_tiles, dtype=torch.int64).view(-1, TILE_COLUMNS)
+    # The pieces first: what joins them waits for the launch, and they are as heavy as any tile.
+    found = torch.cat([cut_table, whole_tiles]).to(torch.int32)
+    most = 0
+    if plan.capacity is not None:
+        most = plan.capacity[1] // cut.tokens + plan.capacity[0] + _most_pieces(plan, cut)
+    return _filled(found, most, -1)
+
+
+def _join_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
+    rows, scratch = [], 0
+    for n, length in enumerate(plan.lengths):
+        pieces = len(_pieces(plan, cut, n))
+        if pieces:
+            rows += [[plan.offsets[n] + t, scratch + t, pieces, length] for t in range(length)]
+        scratch += pieces * length
+    found = torch.tensor(rows, dtype=torch.int32).view(-1, JOIN_COLUMNS)
+    most = 0
+    if plan.capacity is not None and cut.piece:
+        most = min(plan.capacity[1], plan.capacity[0] * cut.tokens)
+    return _filled(found, most, -1)
+
+
+def _pieces(plan: ExtendPlan, cut: Cut, n: int) -> range:
+    """The pieces of sequence n's one tile; empty where the tile is not cut."""
+    length, keys = plan.lengths[n], plan.prefix[n]
+    if not cut.piece or not 0 < length <= cut.tokens or cut.part == "extend":
+        return range(0)
+    continues = _continues(plan, n)
+    if cut.part == "all" and continues and (cut.absolute or cut.joined):
+        keys += length
+    if not cut.absolute:
+        found = range(-(-keys // cut.piece))
+    elif continues:
+        start = plan.key_start[n]
+        found = range(start // cut.piece, -(-(start + keys) // cut.piece))
+    else:
+        found = range(0)
+    return found if len(found) > 1 else range(0)
+
+
+def _continues(plan: ExtendPlan, n: int) -> bool:
+    """Whether sequence n's new keys sit right behind its prefix."""
+    behind = plan.key_start[n] + plan.prefix[n] == plan.query_start[n]
+    return behind and plan.key_positions is None
+
+
+def _most_pieces(plan: ExtendPlan, cut: Cut) -> int:
+    """Pieces that any forward within the plan's capacity may have."""
+    assert plan.capacity is not None
+    sequences, tokens, keys = plan.capacity
+    # A run of n keys touches at most n // piece + 2 blocks of absolute positions.
+    return (keys + tokens) // cut.piece + 2 * sequences if cut.piece else 0
+
+
+def _filled(table: torch.Tensor, rows: int, value: int) -> torch.Tensor:
+    """The table with at least `rows` rows, the further ones all `value`."""
+    if len(table) >= rows:
+        return table
+    fill = table.new_full((rows - len(table), *table.shape[1:]), value)
+    return torch.cat([table, fill])

@@ -1,0 +1,1 @@
+"""Softmax extend attention in Triton, for NVIDIA and AMD."""

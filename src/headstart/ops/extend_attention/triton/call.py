@@ -1,0 +1,329 @@
+"""One call as launches: the tiles of rows, then what joins rows that were cut into pieces.
+
+Kernels name their arguments alike, so a call collects them once, by name, and every launch takes
+those that its kernel names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from headstart.ops.extend_attention.kv_cache import FP8
+from headstart.ops.extend_attention.locate import Consecutive, Listed, Paged
+from headstart.ops.extend_attention.merge_spec import MergeCall
+from headstart.ops.extend_attention.scratch import Layout, layout_bytes, take
+from headstart.ops.extend_attention.spec import ExtendCall
+from headstart.ops.extend_attention.tile_table import (
+    Cut,
+    TileTable,
+    key_positions,
+    scratch_rows,
+    tile_table,
+)
+from headstart.ops.extend_attention.triton.config import (
+    Config,
+    backend_of,
+    configuration,
+    descriptors,
+    packing,
+    padded,
+    precision,
+)
+from headstart.ops.extend_attention.write_spec import WriteCall
+from headstart.runtime.dispatch import Implementation
+from headstart.runtime.launcher import current, declines_tensors
+from headstart.runtime.workspace import default_workspace
+
+LOG2E = math.log2(math.e)
+MOST = 512
+WIDEST = 2**31 - 1
+"""A window that hides nothing, in the 32 bits of positions."""
+
+
+def declines(call: ExtendCall) -> str | None:
+    """Why these kernels cannot run a call, or None."""
+    if sentence := declines_tensors(call.device, call.q.dtype):
+        return sentence
+    if max(call.D, call.DV) > MOST:
+        return f"D and DV must be at most {MOST}, got {call.D} and {call.DV}."
+    cache = call.cache
+    if cache is not None and cache.k.dtype == torch.float64:
+        return "it computes in float32; float64 is for the reference."
+    if call.device.type == "cpu" and cache is not None and cache.k.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 products wrongly."
+    if call.reproducible:
+        return "it does not promise bits yet."
+    return None
+
+
+def cut_of(call: ExtendCall, config: Config) -> Cut:
+    """How the call's plan is laid out in tables."""
+    return Cut(
+        part=call.part,
+        joined=call.part == "all" and call.plan.new_in_cache and call.custom_mask is None,
+        tokens=packing(call.HQ, call.HK, config.BM)[1],
+        # Under a window a row sees few keys, however long its prefix is.
+        piece=0 if call.window is not None else config.piece,
+        absolute=call.reproducible,
+    )
+
+
+def configured(call: ExtendCall) -> Config:
+    """The configuration of a call."""
+    windowed = call.window is not None
+    return configuration(call.D, call.DV, call.q.dtype, windowed, backend_of(call.device))
+
+
+def layout(call: ExtendCall, rows: int) -> Layout:
+    """Scratch for the pieces of rows that are cut."""
+    if not rows:
+        return {}
+    return {
+        "part_acc": ((rows, call.HQ, call.DV), torch.float32),
+        "part_m": ((rows, call.HQ), torch.float32),
+        "part_l": ((rows, call.HQ), torch.float32),
+    }
+
+
+def workspace_bytes(call: ExtendCall) -> int:
+    """Scratch of `run`, exactly."""
+    return layout_bytes(layout(call, scratch_rows(call.plan, cut_of(call, configured(call)))))
+
+
+def run(
+    call: ExtendCall, config: Config | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute the call; config stands in for the rule's, to measure it."""
+    from headstart.ops.extend_attention.triton.extend import extend_kernel
+    from headstart.ops.extend_attention.triton.pieces import join_kernel
+
+    config = config or configured(call)
+    o, lse = outputs(call)
+    total = call.q.shape[0]
+    if not total:
+        return o if lse is None else call.result(o, lse)
+    table = tile_table(call.plan, cut_of(call, config))
+    given = arguments(call, config, table, o, lse)
+    with current(call.device):
+        programs = len(table.tiles) + given["rest"]
+        if programs:
+            start(extend_kernel, (programs * given["HEADS"],), given, config)
+        if len(table.joins):
+            blocks = -(-call.HQ // given["BH"])
+            start(join_kernel, (len(table.joins), blocks), given, Config(0, 0, 1, 4))
+    return o if lse is None else call.result(o, lse)
+
+
+def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], config: Config) -> None:
+    """Launch a kernel with the arguments it names."""
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    if config.registers:
+        options["maxnreg"] = config.registers
+    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **options)
+
+
+def outputs(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The caller's tensors for o and LSE, or fresh ones; kernels write every row."""
+    T, HQ = call.q.shape[:2]
+    o, lse = call.out, call.out_lse
+    if o is None:
+        o = torch.empty(T, HQ, call.DV, dtype=call.out_dtype, device=call.device)
+    if lse is None and (call.return_lse or call.part != "all"):
+        lse = torch.empty(T, HQ, dtype=torch.float32, device=call.device)
+    return o, lse
+
+
+def arguments(
+    call: ExtendCall, config: Config, table: TileTable, o: torch.Tensor, lse: torch.Tensor | None
+) -> dict[str, Any]:
+    """Every argument of every kernel by its name."""
+    plan, q = call.plan, call.q
+    heads, tokens = packing(call.HQ, call.HK, config.BM)
+    group = call.HQ // call.HK
+    BD, BDV = padded(call.D), padded(call.DV)
+    workspace = call.workspace or default_workspace(call.device)
+    scratch = take(workspace, layout(call, table.scratch_rows))
+    given: dict[str, Any] = {
+        "q": q, "o": o, "lse": lse,
+        "sinks": None if call.sinks is None else call.sinks.contiguous(),
+        "part_acc": scratch.get("part_acc", o), "part_m": scratch.get("part_m", o),
+        "part_l": scratch.get("part_l", o),
+        "sequences": table.sequences, "tiles": table.tiles, "joins": table.joins,
+        "total": q.shape[0], "listed": len(table.tiles),
+        # With a capacity the rows of no sequence begin where only the device knows.
+        "rest": -(-(q.shape[0] - (plan.T if plan.capacity is None else 0)) // tokens),
+        "window": WIDEST if call.window is None else min(call.window, WIDEST),
+        "q_token": q.stride(0), "q_head": q.stride(1),
+        "o_token": o.stride(0), "o_head": o.stride(1), "o_channel": o.stride(2),
+        "lse_token": 0 if lse is None else lse.stride(0),
+        "lse_head": 0 if lse is None else lse.stride(1),
+        "HQ": call.HQ, "HEADS": call.HK * -(-group // heads), "GROUP": group, "PACK": heads,
+        "D": call.D, "DV": call.DV, "BD": BD, "BDV": BDV,
+        "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
+        "BH": max(1, min(1024 // BDV, 1 << (call.HQ - 1).bit_length())),
+        "PIECE": 0 if call.window is not None else config.piece,
+        "CAUSAL": call.causal, "WINDOWED": call.window is not None,
+        "MASK": "" if call.custom_mask is None else plan.mask_covers,
+        "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
+        "PRECISION": precision(q.dtype, backend_of(call.device)),
+    }  # fmt: skip
+    mask = call.custom_mask
+    given["custom_mask"] = None if mask is None else mask.contiguous().view(torch.uint8)
+    return given | _scoring(call) | _new_keys(call, config) | _cached_keys(call, config)
+
+
+def _scoring(call: ExtendCall) -> dict[str, Any]:
+    """How scores become exponents of two: FORM and its numbers (see `score` in sweep.py)."""
+    if call.softcap is not None:
+        return {
+            "FORM": "tanh",
+            "inner": call.scale / call.softcap,
+            "factor": call.softcap * LOG2E,
+        }
+    if call.scale > 0:
+        return {"FORM": "plain", "inner": 1.0, "factor": call.scale * LOG2E}
+    return {"FORM": "scaled", "inner": call.scale, "factor": LOG2E}
+
+
+def _new_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
+    """The packed new keys, as pointers and where they allow it as descriptors."""
+    k, v = call.k, call.v
+    if call.part == "prefix" or k is None or v is None:
+        cached = call.part != "prefix" and call.plan.new_in_cache
+        return {
+            "NEW": "cached" if cached else "", "DESCRIBED": False,
+            "k": None, "v": None, "k_tiles": None, "v_tiles": None,
+            "k_token": 0, "k_head": 0, "v_token": 0, "v_head": 0,
+        }  # fmt: skip
+    described = _describable(k, call, config) and _describable(v, call, config)
+    return {
+        "NEW": "packed", "DESCRIBED": described, "k": k, "v": v,
+        "k_tiles": _descriptor(k, config) if described else None,
+        "v_tiles": _descriptor(v, config) if described else None,
+        "k_token": k.stride(0), "k_head": k.stride(1),
+        "v_token": v.stride(0), "v_head": v.stride(1),
+    }  # fmt: skip
+
+
+def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
+    """The cached keys: where they are found, pointers, strides, scales, descriptors."""
+    plan, cache = call.plan, call.cache
+    names = ("page", "row", "head", "channel")
+    if cache is None or plan.slots is None or (call.part == "extend" and not plan.new_in_cache):
+        absent: dict[str, Any] = {f"cache_{x}_{name}": 0 for x in "kv" for name in names}
+        return absent | {
+            "FOUND": "", "PAGE": 1, "CACHE_DESCRIBED": False, "SCALES": False, "WIDE": False,
+            "LISTED": False, "places": None, "positions": None,
+            "cache_k": None, "cache_v": None, "cache_k_tiles": None, "cache_v_tiles": None,
+            "k_scale": None, "v_scale": None, "k_number": 1.0, "v_number": 1.0,
+            "k_scale_head": 0, "v_scale_head": 0,
+        }  # fmt: skip
+    k, v, slots = cache.k, cache.v, plan.slots
+    if isinstance(slots, Paged):
+        page = slots.page_size
+        strides = [_page_strides(store, page) for store in (k, v)]
+    else:
+        page = cache.page_size
+        strides = [_page_strides(store, page) for store in (k, v)]
+        if all(of_page == page * of_row for of_page, of_row in strides):
+            page, strides = 1, [(of_row, 0) for _, of_row in strides]
+    quantised = k.dtype == FP8
+    described = (
+        k.dtype == call.q.dtype
+        and (not isinstance(slots, Paged) or page % config.BN == 0)
+        and all(
+            (page == 1 or of_page == page * of_row) and _describable(store, call, config)
+            for store, (of_page, of_row) in zip((k, v), strides, strict=True)
+        )
+    )
+    places = None
+    if not isinstance(slots, Consecutive):
+        places = slots.indices if isinstance(slots, Listed) else slots.table
+    listed = plan.key_positions is not None and call.part != "extend"
+    given: dict[str, Any] = {
+        "FOUND": {Consecutive: "run", Listed: "list", Paged: "pages"}[type(slots)],
+        "PAGE": page, "places": places, "LISTED": listed,
+        "positions": plan.on_device(key_positions) if listed else None,
+        "SCALES": quantised, "WIDE": not quantised and k.dtype != call.q.dtype,
+        "CACHE_DESCRIBED": described,
+    }  # fmt: skip
+    for x, store, (of_page, of_row), scale in (
+        ("k", k, strides[0], cache.k_scale),
+        ("v", v, strides[1], cache.v_scale),
+    ):
+        tensor = isinstance(scale, torch.Tensor)
+        given |= {
+            f"cache_{x}": store.view(torch.uint8) if quantised else store,
+            f"cache_{x}_page": of_page, f"cache_{x}_row": of_row,
+            f"cache_{x}_head": store.stride(-2), f"cache_{x}_channel": store.stride(-1),
+            f"cache_{x}_tiles": _descriptor(store, config) if described else None,
+            f"{x}_scale": scale if tensor else None,
+            f"{x}_number": 1.0 if tensor or scale is None else float(scale),
+            f"{x}_scale_head": int(tensor and scale.numel() > 1),
+        }  # fmt: skip
+    return given
+
+
+def _page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:
+    """Elements from a page to the next and from a row to the next."""
+    if store.dim() == 4:
+        return store.stride(0), store.stride(1)
+    return page * store.stride(0), store.stride(0)
+
+
+def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:
+    """Whether whole tiles of [..., HK, D] can be read through a descriptor, one row a token."""
+    fits = padded(store.shape[-1]) == store.shape[-1]
+    if not (descriptors(call.device) and fits and store.numel()):
+        return False
+    row, head, channel = store.stride()[-3:]
+    aligned = all(
+        number * store.element_size() % 16 == 0 for number in (row, head, store.storage_offset())
+    )
+    return (
+        channel == 1 and aligned and store.data_ptr() % 16 == 0
+        and row >= (store.shape[-2] - 1) * head + store.shape[-1] > 0
+    )  # fmt: skip
+
+
+def _descriptor(store: torch.Tensor, config: Config) -> Any:
+    """Rows of all heads end to end, in tiles of BN keys and one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = math.prod(store.shape[:-2])
+    row, head, _ = store.stride()[-3:]
+    columns = (store.shape[-2] - 1) * head + store.shape[-1]
+    flat = store.as_strided((rows, columns), (row, 1))
+    return TensorDescriptor.from_tensor(flat, [config.BN, store.shape[-1]])
+
+
+def _declines_merge(call: MergeCall) -> str | None:
+    return declines_tensors(call.device, call.parts[0][0].dtype)
+
+
+def _merge(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    from headstart.ops.extend_attention.triton.merge import merge
+
+    return merge(call)
+
+
+def _declines_write(call: WriteCall) -> str | None:
+    if torch.float64 in (call.k.dtype, call.v.dtype, call.cache.k.dtype):
+        return "it stores float32 at most; float64 is for the reference."
+    if call.device.type == "cpu" and call.cache.k.dtype == torch.bfloat16:
+        return "Triton's interpreter truncates what it stores in bfloat16."
+    return declines_tensors(call.device, torch.float32)
+
+
+def _write(call: WriteCall) -> None:
+    from headstart.ops.extend_attention.triton.write import write
+
+    write(call)
+
+
+IMPLEMENTATION = Implementation("triton", declines, run, workspace_bytes)
+MERGE = Implementation("triton", _declines_merge, _merge)
+WRITE = Implementation("triton", _declines_write, _write)

@@ -1,0 +1,194 @@
+"""New tokens on a cached prefix, in one launch.
+
+A program takes a tile of rows. It goes over tiles of BN prefix keys, then over tiles of new keys,
+both bounded as `tiles.py` says: the clear tiles without a mask, then the border. Heavy tiles of
+rows come first. A piece of a tile takes PIECE prefix keys; the last one the new keys too.
+"""
+
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from headstart.ops.extend_attention.triton.keys import read_scale
+from headstart.ops.extend_attention.triton.rows import (
+    facts_of,
+    head_of,
+    keep,
+    read_queries,
+    rows_of,
+    tile_of,
+)
+from headstart.ops.extend_attention.triton.softmax import NOTHING
+from headstart.ops.extend_attention.triton.sweep import clear, sweep, visible
+
+RAGGED = tl.constexpr(32)
+"""Keys of the smaller tiles into which the last tile of a run falls."""
+
+
+@triton.jit
+def run_of_tiles(
+    acc, m, l, b_q, rows, run, limits, queries, store, lists, tiles, numbers,  # noqa: E741
+    FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Absorb what the rows at positions `queries` see of one run, within the tiles `limits`."""
+    start, count = run
+    first, last = queries
+    window = numbers[0]
+    causal: tl.constexpr = CAUSAL and not MASKED
+    # Positions from a list follow no order: every tile may be seen.
+    lower, upper = visible(
+        first, last, start, count, window, causal and not LISTED, WINDOWED and not LISTED
+    )
+    begin = tl.maximum(lower // BN, limits[0])
+    end = tl.maximum(tl.minimum((upper + BN - 1) // BN, limits[1]), begin)
+    # Without visible keys there is no tile, wherever the bounds lie within one.
+    end = tl.where(lower < upper, end, begin)
+    held = end
+    if DESCRIBED:
+        held = tl.maximum(tl.minimum(end, count // BN), begin)
+    hole, filled = begin, begin
+    if not MASKED and not LISTED:
+        lower, upper = clear(first, last, start, count, window, causal, WINDOWED)
+        hole = tl.minimum(tl.maximum(tl.cdiv(lower, BN), begin), held)
+        filled = tl.maximum(tl.minimum(upper // BN, held), hole)
+        acc, m, l = sweep(  # noqa: E741
+            acc, m, l, b_q, rows, (start, count, 0), (hole, filled, 0, 0), store, lists, tiles,
+            numbers, FOUND, PAGE, DESCRIBED, True, causal, WINDOWED, MASKED, LISTED,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    skipped = filled - hole
+    acc, m, l = sweep(  # noqa: E741
+        acc, m, l, b_q, rows, (start, count, 0), (begin, held - skipped, hole, skipped), store,
+        lists, tiles, numbers, FOUND, PAGE, DESCRIBED, False, causal, WINDOWED, MASKED, LISTED,
+        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+    )  # fmt: skip
+    if DESCRIBED:
+        # Rows behind the run belong to others: the keys of the last tile are read one by one.
+        part: tl.constexpr = BN // RAGGED
+        ragged = (held * part, tl.minimum(end * part, tl.cdiv(count, RAGGED)), 0, 0)
+        acc, m, l = sweep(  # noqa: E741
+            acc, m, l, b_q, rows, (start, count, 0), ragged, store, lists, tiles, numbers,
+            FOUND, PAGE, False, False, causal, WINDOWED, MASKED, LISTED,
+            D, DV, BD, BDV, RAGGED, FORM, PRECISION, 1,
+        )  # fmt: skip
+    return acc, m, l
+
+
+@triton.jit(
+    do_not_specialize=["total", "listed", "window"],
+    do_not_specialize_on_alignment=["places", "positions", "custom_mask"],
+)
+def extend_kernel(
+    q, k, v, k_tiles, v_tiles, cache_k, cache_v, cache_k_tiles, cache_v_tiles, places, positions,
+    custom_mask, sinks, k_scale, v_scale, o, lse, part_acc, part_m, part_l, sequences, tiles,
+    total, listed, window, inner, factor, k_number, v_number,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    o_token, o_head, o_channel, lse_token, lse_head,
+    cache_k_page, cache_k_row, cache_k_head, cache_k_channel,
+    cache_v_page, cache_v_row, cache_v_head, cache_v_channel, k_scale_head, v_scale_head,
+    HQ: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, PIECE: tl.constexpr,
+    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
+    DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr, LISTED: tl.constexpr,
+    SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile and block of heads.
+
+    FOUND: how cached keys are found, "" where there are none. NEW: where new keys are: "packed",
+    "cached" or "". MASK: what a custom mask covers: "", "new" or "all". SCALES: whether the cache
+    is float8. WIDE: whether cached keys meet float32 queries.
+    """
+    n, row, length, first, piece, scratch = tile_of(sequences, tiles, listed, total, BT, HEADS)
+    if first >= length:
+        return
+    key_head, group_head = head_of(HEADS, GROUP, PACK)
+    o_t, o_row, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
+    o_h += key_head * GROUP
+    facts = facts_of(sequences, n)
+    query_start = tl.load(facts + 2).to(tl.int32)
+    key_start = tl.load(facts + 3).to(tl.int32)
+    cached = tl.load(facts + 4).to(tl.int32)
+    fresh = tl.load(facts + 5).to(tl.int32)
+    where = tl.load(facts + 6)
+    b_q = read_queries(q, o_row, o_h, m_row, q_token, q_head, D, BD)
+    o_own = query_start + first + o_t
+    queries = (query_start + first, query_start + tl.minimum(first + BT, length) - 1)
+    p_mask, new_column = o_row, 0
+    if MASK != "":
+        p_mask = custom_mask + tl.load(facts + 8) + (first + o_t) * tl.load(facts + 9)
+        new_column = tl.load(facts + 10)
+    acc = tl.zeros((BM, BDV), tl.float32)
+    m = tl.full((BM,), NOTHING, tl.float32)
+    l = tl.zeros((BM,), tl.float32)  # noqa: E741
+
+    last_piece = (piece < 0) | ((piece + 1) * PIECE >= cached)
+    if FOUND != "":
+        old_numbers = (window, inner, factor)
+        b_v_scale = 1.0
+        if SCALES:
+            b_k_scale = read_scale(k_scale, k_number, key_head * k_scale_head)
+            b_v_scale = read_scale(v_scale, v_number, key_head * v_scale_head)
+            if FORM == "plain":
+                old_numbers = (window, inner, factor * b_k_scale)
+            else:
+                old_numbers = (window, inner * b_k_scale, factor)
+        old_k = cache_k + key_head.to(tl.int64) * cache_k_head
+        old_v = cache_v + key_head.to(tl.int64) * cache_v_head
+        k_strides = (cache_k_page, cache_k_row, cache_k_channel)
+        v_strides = (cache_v_page, cache_v_row, cache_v_channel)
+        piece_end = tl.where(piece < 0, tl.cdiv(cached, BN), (piece + 1) * (PIECE // BN))
+        limits = (tl.maximum(piece, 0) * (PIECE // BN), piece_end)
+        entry = where
+        if LISTED:
+            entry = tl.load(facts + 11)
+        b_old = b_q
+        if WIDE:
+            b_old = b_q.to(tl.float32)
+        acc, m, l = run_of_tiles(  # noqa: E741
+            acc, m, l, b_old, (o_own, p_mask, m_row), (key_start, cached), limits, queries,
+            (old_k, old_v, k_strides, v_strides, where, 0), (places, positions, entry),
+            (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
+            old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+        if SCALES and NEW != "cached":
+            acc = acc * b_v_scale
+    if NEW != "":
+        limits = (0, tl.where(last_piece, tl.cdiv(fresh, BN), 0))
+        rows = (o_own, p_mask + new_column, m_row)
+        if NEW == "cached":
+            border = tl.load(facts + 7)
+            acc, m, l = run_of_tiles(  # noqa: E741
+                acc, m, l, b_old, rows, (query_start, fresh), limits, queries,
+                (old_k, old_v, k_strides, v_strides, where, border), (places, positions, where),
+                (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
+                CAUSAL, WINDOWED, MASK != "", False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            )  # fmt: skip
+            if SCALES:
+                acc = acc * b_v_scale
+        else:
+            acc, m, l = run_of_tiles(  # noqa: E741
+                acc, m, l, b_q, rows, (query_start, fresh), limits, queries,
+                (
+                    k + key_head.to(tl.int64) * k_head, v + key_head.to(tl.int64) * v_head,
+                    (k_token, 0, 1), (v_token, 0, 1), row, 0,
+                ),
+                (row, positions, row),
+                (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
+                (window, inner, factor), "run", 1, DESCRIBED, CAUSAL, WINDOWED, MASK != "", False,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            )  # fmt: skip
+    keep(
+        acc, m, l, o, lse, sinks, part_acc, part_m, part_l, (o_row, o_t, o_h, m_row),
+        piece, scratch, n, (o_token, o_head, o_channel, lse_token, lse_head),
+        HQ, DV, BDV, HAS_SINKS, HAS_LSE,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Where keys lie and how a tile of them is read.
+
+A key is row `row` of page `page` of a tensor, at page * page_stride + row * row_stride in 64 bits;
+a packed tensor of new keys is one of pages of a single row. Rows beyond the keys at hand are zeros,
+whatever lies there.
+"""
+
+# Kernels are written in Triton's language, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find(places, where, o_key, m_key, FOUND: tl.constexpr, PAGE: tl.constexpr):
+    """Page and row of keys [BN] of a sequence.
+
+    FOUND: "run", key j lies in slot where + j; "list", in slot places[where + j]; "pages", in page
+    places[where + j // PAGE]. PAGE: rows of a page.
+    """
+    if FOUND == "pages":
+        entry = where + o_key // PAGE
+        page = tl.load(places + entry, mask=m_key, other=0).to(tl.int64)
+        row = o_key % PAGE
+    else:
+        if FOUND == "list":
+            slot = tl.load(places + where + o_key, mask=m_key, other=0).to(tl.int64)
+        else:
+            slot = where + o_key
+        page, row = slot // PAGE, slot % PAGE
+    return page, row
+
+
+@triton.jit
+def offsets(page, row, strides, PAGE: tl.constexpr):
+    """Offsets [BN] of keys in a tensor; strides: of a page, of a row, of a channel."""
+    found = page * strides[0]
+    if PAGE > 1:
+        found += row * strides[1]
+    return found
+
+
+@triton.jit
+def read(base, at, m_key, channel, HELD: tl.constexpr, SIZE: tl.constexpr, BD: tl.constexpr):
+    """A tile [BN, BD] of rows at offsets `at`; HELD: whether every row is there."""
+    o_d = tl.arange(0, BD)
+    pointers = base + at[:, None] + (o_d * channel)[None, :]
+    if HELD and SIZE == BD:
+        b_x = tl.load(pointers)
+    else:
+        mask = (o_d < SIZE)[None, :]
+        if not HELD:
+            mask = mask & m_key[:, None]
+        b_x = tl.load(pointers, mask=mask, other=0)
+    return b_x
+
+
+@triton.jit
+def read_scale(scale, number, entry):
+    """The scale of a float8 cache: an entry of a tensor if there is one, else a number."""
+    found = number
+    if scale is not None:
+        found = tl.load(scale + entry)
+    return found
+
+
+@triton.jit
+def _widened(b_x, bits: tl.constexpr, shift: tl.constexpr, sign: tl.constexpr):
+    """Sign, exponent and mantissa of a byte at their places in a wider float."""
+    b_bits = b_x.to(bits)
+    return ((b_bits & 0x7F) << shift) | ((b_bits & 0x80) << sign)
+
+
+@triton.jit
+def operand(b_x, dtype: tl.constexpr):
+    """A tile of a cache as an operand of `dtype`; bytes are float8 e4m3 without their scale.
+
+    The four bits of exponent and three of mantissa are put where `dtype` has its own, which leaves
+    a power of two to multiply with; conversions of float8 are not the same on all devices.
+    """
+    b_value = b_x
+    if b_x.dtype == tl.uint8:
+        if dtype == tl.float32:
+            b_value = _widened(b_x, tl.uint32, 20, 24).to(tl.float32, bitcast=True) * 2.0**120
+        elif dtype == tl.bfloat16:
+            b_value = _widened(b_x, tl.uint16, 4, 8).to(tl.bfloat16, bitcast=True) * 2.0**120
+        else:
+            b_value = _widened(b_x, tl.uint16, 7, 8).to(tl.float16, bitcast=True) * 2.0**8
+        b_value = tl.where((b_x & 0x7F) == 0x7F, float("nan"), b_value)
+    return b_value.to(dtype)
