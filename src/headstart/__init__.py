@@ -1,24 +1,17 @@
-"""headstart: prefill of hybrid-attention language models; a prefix-cache hit is a cold prefill."""
+"""headstart: prefill of hybrid-attention language models; a prefix-cache hit is a cold prefill.
 
-from headstart.ops.convolution.api import causal_conv1d, rms_norm_gated
-from headstart.ops.convolution.spec import Convolution
-from headstart.ops.extend_attention.api import extend_attention, merge_attention, write_kv
-from headstart.ops.extend_attention.kv_cache import KVCache
-from headstart.ops.extend_attention.plan import ExtendPlan
-from headstart.ops.gated_delta_rule.api import (
-    ChunkMap,
-    chunk_map,
-    compose,
-    gated_delta_rule,
-    recurrent_gated_delta_rule,
-)
-from headstart.ops.gated_delta_rule.cache import DeltaCache
-from headstart.ops.gated_delta_rule.gate import Gate
-from headstart.ops.gated_delta_rule.pool import Pool
-from headstart.ops.gated_delta_rule.schedule import Schedule
-from headstart.ops.gated_delta_rule.spec import GatedDelta
-from headstart.runtime.dispatch import Declined, explain, workspace_bytes
-from headstart.runtime.workspace import Workspace
+Its names are loaded together when the first is used: the command line can say what it offers, and
+be interrupted, before torch is there.
+"""
+
+# ruff: noqa: F403, F405 (a type checker reads the names)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstart.public import *
 
 __all__ = [
     "ChunkMap",
@@ -46,3 +39,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = importlib.import_module("headstart.public")
+    for each in __all__:
+        globals().setdefault(each, getattr(public, each))
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import headstart as package
 from headstart import cli
 from headstart.cli.commands import COMMANDS, headstart
 from headstart.evidence import cases
+from headstart.evidence.files import expect_writable
 
 
 def run(*arguments):
@@ -104,6 +107,115 @@ def test_explain(id):
 )
 def test_mistakes_give_one_line_and_code_2(arguments, words):
     assert_one_line(run(*arguments), words)
+
+
+@pytest.mark.parametrize("arguments", [[], ["cases"], ["bench"]])
+def test_without_a_command_the_help_is_shown_as_it_is(arguments):
+    result, asked = run(*arguments), run(*arguments, "--help")
+    assert result.stderr.strip() == asked.stdout.strip()
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) > 5
+
+
+WRITERS = (
+    "bench run gdn-1x1-small",
+    "bench stages gdn-1x1-small",
+    "bench simulate",
+    "prefill --model tiny-gpt-oss --prompt-file {prompt}",
+    "static",
+    "verify gdn-1x1-small",
+    "verify bits",
+    "verify mutants",
+    "verify tiles",
+    "verify transcript",
+)
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path, monkeypatch):
+    for module, work in {
+        "headstart.evidence.benching": "bench_case",
+        "headstart.evidence.stages": "stages_of_case",
+        "headstart.evidence.simulated_clock": "simulate",
+        "headstart.evidence.prefill.job": "run_job",
+        "headstart.evidence.static.collect": "collect",
+        "headstart.evidence.verify": "verify_many",
+        "headstart.evidence.verify.bits": "verify_bits",
+        "headstart.evidence.mutants": "run_mutants",
+        "headstart.evidence.tile_bounds": "brute_force",
+        "headstart.evidence.verify.transcript": "verify_transcript",
+    }.items():
+        monkeypatch.setattr(importlib.import_module(module), work, None)
+    (tmp_path / "prompt").write_text("What is written first?")
+    words = command.format(prompt=tmp_path / "prompt").split()
+    for path, says in (
+        (tmp_path, f"json: expected a file to write, got the folder {tmp_path}"),
+        (tmp_path / "no" / "a.json", "json: no folder for "),
+        (tmp_path / ("a" * 300), "File name too long"),
+    ):
+        assert_one_line(run(*words, "--json", str(path)), says)
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt"]
+
+
+def test_trying_a_file_leaves_no_trace(tmp_path):
+    kept, fresh, link = tmp_path / "kept", tmp_path / "fresh", tmp_path / "link"
+    kept.write_text("as it was")
+    link.symlink_to(tmp_path / "beyond")
+    for path in (kept, fresh, link, "/dev/null"):
+        expect_writable(path)
+    assert kept.read_text() == "as it was"
+    assert not fresh.exists()
+    assert link.is_symlink()
+    assert not link.exists()
+
+
+IMPORTS = {
+    "in peace": "time.sleep(60)",
+    "and makes something else of the exception": """
+try:
+    time.sleep(60)
+except BaseException:
+    pass
+""",
+}
+
+
+@pytest.mark.parametrize("how", IMPORTS)
+def test_an_interrupt_while_a_module_is_imported_ends_cleanly(how, tmp_path):
+    (tmp_path / "click.py").write_text(f"import time\nprint('here', flush=True)\n{IMPORTS[how]}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headstart.cli", "env"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        # whoever started the tests may ignore it, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"headstart: interrupted\n")
+    assert process.returncode == 130
+
+
+def test_help_needs_no_torch_and_every_name_is_there_at_first_use():
+    """The longest imports come when their names are used, so that they can be interrupted."""
+    script = """
+import sys, headstart, headstart.cli.commands, headstart.cli.prefill
+assert "torch" not in sys.modules
+assert set(headstart.__all__) <= set(dir(headstart))
+assert headstart.Gate.log().kind == "log"
+assert all(hasattr(headstart, name) for name in headstart.__all__)
+from headstart import public
+assert sorted(public.__all__) == sorted(headstart.__all__)
+try:
+    headstart.gate
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("module 'headstart' has no attribute 'gate'\n", "")
 
 
 def test_an_interrupt_ends_cleanly(monkeypatch):

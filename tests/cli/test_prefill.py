@@ -222,6 +222,55 @@ def test_a_spoilt_configuration_is_refused(text, prompt, checkpoint):
     assert_refused(run("--model", checkpoint, "--prompt-file", prompt()), "model: .*config.json")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 9}, r"config.json: layer_types: expected one for each of num_hid"),
+        ({"num_hidden_layers": "six"}, r"config.json: num_hidden_layers: expected an integer >= 1"),
+        ({"hidden_size": 97}, r"embed_tokens.weight: expected \[264, 97\] as config.json says"),
+        ({"hidden_size": 2**40}, r"model: cannot load .*"),
+        ({"hidden_size": 2**62}, r"model: cannot load .*: RuntimeError: "),
+        ({"rms_norm_eps": "small"}, r"model: cannot load .*'rms_norm_eps'"),
+        ({"hidden_act": "snake"}, r"model: cannot load .*: KeyError: 'snake'"),
+        ({"quantization_config": "int4"}, r"model: cannot load .*: AttributeError: "),
+        ({"pad_token_id": 10**6}, r"model: cannot load .*: AssertionError: "),
+        ({"dtype": "float33"}, r"model: cannot load .*: AttributeError: .*float33"),
+        ({"model_type": ["gpt_oss"]}, r"got \['gpt_oss'\] in .*config.json"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_configuration_that_does_not_fit_is_refused(changes, words, prompt, checkpoint):
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    assert_refused(run("--model", checkpoint, "--prompt-file", prompt()), words)
+
+
+def test_layers_beyond_those_of_the_configuration_are_refused(prompt, checkpoint):
+    config = checkpoint / "config.json"
+    found = json.loads(config.read_text())
+    fewer = {"num_hidden_layers": 4, "layer_types": found["layer_types"][:4]}
+    config.write_text(json.dumps(found | fewer))
+    result = run("--model", checkpoint, "--prompt-file", prompt())
+    assert_refused(result, "expected weights of num_hidden_layers = 4 layers, got .*layers.4.")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"model": 3}'])
+def test_a_spoilt_tokenizer_is_refused_or_does_without_the_file(file, text, prompt, checkpoint):
+    (checkpoint / file).write_text(text)
+    result = run("--model", checkpoint, "--prompt-file", prompt(70))
+    if result.exit_code:
+        assert_refused(result, "model: cannot load")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(prompt, checkpoint, monkeypatch):
+    from headstart.evidence.prefill import loading
+
+    monkeypatch.setattr(loading, "text_directions", lambda _: (lambda data: [3, 264], bytes))
+    result = run("--model", checkpoint, "--prompt-file", prompt(70))
+    assert_refused(result, "expected tokens below vocab_size = 264, got 264 from its tokenizer")
+
+
 def test_truncated_weights_are_refused(prompt, checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])

@@ -356,7 +356,7 @@ def test_mistakes_give_one_line(tmp_path):
         ((tmp_path / "nowhere.json",), "nowhere.json: cannot be read"),
         ((tmp_path / "empty",), "report: expected one run or more, got none"),
         ((good, "-o", tmp_path / "no" / "a.html"), "report: no folder for"),
-        ((good, "-o", tmp_path), "report: cannot write"),
+        ((good, "-o", tmp_path), "report: expected a file to write, got the folder"),
         ((good, "--into", "README.md"), "into: goes with --markdown"),
         ((good, "--markdown", "-o", "a.html"), "output: --markdown prints"),
         ((good, "--markdown", "--into", tmp_path / "plain.md"), "into: expected one"),

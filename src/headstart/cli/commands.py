@@ -11,9 +11,13 @@ from typing import Any, NoReturn
 
 import click
 
-from headstart.runtime.dispatch import Declined
+from headstart.cli import end_interrupted
+from headstart.runtime.declined import Declined
 
 COMMANDS = ("bench", "cases", "env", "explain", "prefill", "report", "static", "verify")
+
+NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""How a group without a command asks for its help; older versions of click print it themselves."""
 
 
 class Commands(click.Group):
@@ -35,12 +39,14 @@ class Commands(click.Group):
         try:
             code = super().main(args, *rest, **options)
         except click.ClickException as error:
+            if isinstance(error, NO_ARGUMENTS):
+                error.show()
+                sys.exit(error.exit_code)
             _fail(error.format_message())
         except (ValueError, Declined, MissingExtra) as error:
             _fail(str(error))
         except (KeyboardInterrupt, click.Abort):
-            print("headstart: interrupted", file=sys.stderr)
-            sys.exit(130)
+            end_interrupted()
         except BrokenPipeError:
             # The reader has gone; the interpreter must not try to flush to it on its way out.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -63,12 +62,13 @@ def command(
     hit.
     """
     need("models", "transformers", "safetensors", "tokenizers")
+    from headstart.evidence.files import expect_writable, write
     from headstart.evidence.prefill.job import Options, run_job
     from headstart.evidence.prefill.loading import load, read_prompt, tokens
 
     prompt = read_prompt(prompt_file)
-    if json_file is not None and not Path(json_file).resolve().parent.is_dir():
-        raise ValueError(f"json: no folder for {json_file}")
+    if json_file is not None:
+        expect_writable(json_file)
     loaded = load(model)
     options = Options(
         step=step,
@@ -81,17 +81,10 @@ def command(
     report = run_job(loaded, tokens(loaded, prompt), options, progress_bar)
     print_report(report)
     if json_file is not None:
-        _write(Path(json_file), report)
+        write(json_file, json.dumps(report.as_json(), indent=2) + "\n")
     for sentence in report.breaches:
         print(f"headstart: {sentence}", file=sys.stderr)
     ctx.exit(1 if report.breaches else 0)
-
-
-def _write(path: Path, report: Report) -> None:
-    try:
-        path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"json: cannot write {path}: {error.strerror}") from error
 
 
 @contextmanager

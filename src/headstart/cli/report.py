@@ -8,12 +8,13 @@ import click
 
 from headstart.cli.commands import need
 
+PAGE = "report.html"
+"""Where the page goes if nobody says."""
+
 
 @click.command()
 @click.argument("run_files", metavar="RUN...", nargs=-1, required=True)
-@click.option(
-    "-o", "--output", metavar="FILE", help="Where the page goes; report.html if left out."
-)
+@click.option("-o", "--output", metavar="FILE", help=f"Where the page goes; {PAGE} if left out.")
 @click.option(
     "--markdown", "as_markdown", is_flag=True, help="Print the tables of results instead."
 )
@@ -37,13 +38,13 @@ def command(
     if output is not None and as_markdown:
         raise ValueError("output: --markdown prints, and --into names a document")
     from headstart.evidence import report
+    from headstart.evidence.files import expect_writable, write
 
-    for path in filter(None, (output, into)):
-        if not Path(path).resolve().parent.is_dir():
-            raise ValueError(f"report: no folder for {path}")
+    for path in filter(None, (into if as_markdown else output or PAGE,)):
+        expect_writable(path, "report")
     files = report.read_runs(run_files)
     if not as_markdown:
-        _write(Path(output or "report.html"), report.page(files))
+        write(output or PAGE, report.page(files), "report")
     elif into is None:
         print(report.markdown(files))
     else:
@@ -52,12 +53,5 @@ def command(
             text = document.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"into: cannot read {into}: {error}") from error
-        _write(document, report.fill_block(text, report.markdown(files)))
+        write(document, report.fill_block(text, report.markdown(files)), "report")
         print(f"{into}: results of {len(files)} runs" if files else f"{into}: {report.NOTHING}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"report: cannot write {path}: {error.strerror}") from error

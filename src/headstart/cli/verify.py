@@ -86,10 +86,10 @@ def place(device: str) -> torch.device:
 
 def implementations(op: str, name: str) -> list[str]:
     """The implementations of an operation that `name` stands for."""
-    from headstart.runtime.dispatch import NAMES, OPERATIONS
+    from headstart.runtime.dispatch import NAMES, operations
 
     if name == "all":
-        return list(OPERATIONS[op].places)
+        return list(operations()[op].places)
     if name not in NAMES:
         raise ValueError(f"implementation: expected all or one of {list(NAMES)}, got {name!r}")
     return [name]

@@ -29,13 +29,13 @@ def environment() -> dict[str, dict[str, Any]]:
     ['checkpoint', 'device', 'implementations', 'variable', 'version']
     """
     from headstart import checkpoints
-    from headstart.runtime.dispatch import OPERATIONS
+    from headstart.runtime.dispatch import operations
 
     return {
         "version": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
         "device": _devices(),
         "implementations": {
-            name: ", ".join(operation.places) for name, operation in sorted(OPERATIONS.items())
+            name: ", ".join(operation.places) for name, operation in sorted(operations().items())
         },
         "checkpoint": {name: _checkpoint(checkpoints.path(name)) for name in checkpoints.names()},
         "variable": {

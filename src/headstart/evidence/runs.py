@@ -15,6 +15,9 @@ from typing import Any, Generic, TypeVar
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from headstart.evidence.environment import environment, revision
+from headstart.evidence.files import expect_writable, write
+
+__all__ = ["Environment", "Record", "Run", "expect_writable", "load", "save"]
 
 SCHEMA_VERSION = 1
 """Raised whenever a reader of older records would misread a new one, or the reverse."""
@@ -82,16 +85,7 @@ def save(
     results: pydantic models or plain data.
     """
     run = Run[Any](kind=kind, options=options or {}, results=list(results))
-    try:
-        Path(path).write_text(run.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"json: cannot write {path}: {error.strerror}") from error
-
-
-def expect_writable(path: Path | str) -> None:
-    """Raise before the work is done if the folder of a record to be written does not exist."""
-    if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"json: no folder for {path}")
+    write(path, run.model_dump_json(indent=2) + "\n")
 
 
 def load(path: Path | str, model: type[R] = dict, kind: str | None = None) -> Run[R]:  # type: ignore[assignment]

@@ -21,11 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
+from headstart.runtime.checks import shown
+from headstart.runtime.declined import Declined
 from headstart.runtime.precision import full_float32
-
-
-class Declined(NotImplementedError):
-    """An implementation (or all of them) cannot run a call; the message says why."""
 
 
 class Call(Protocol):
@@ -73,9 +71,9 @@ class Operation:
 
     def implementation(self, name: str) -> Implementation:
         """The implementation called `name`; Declined if the operation has none of that name."""
+        if name not in NAMES:
+            raise ValueError(f"implementation: expected one of {list(NAMES)}, got {shown(name)}")
         if name not in self.loaded:
-            if name not in NAMES:
-                raise ValueError(f"implementation: expected one of {list(NAMES)}, got {name!r}")
             if name not in self.places:
                 raise Declined(f"{self.name} has no implementation called {name}.")
             module, attribute = self.places[name].split(":")
@@ -83,7 +81,7 @@ class Operation:
         return self.loaded[name]
 
 
-OPERATIONS: dict[str, Operation] = {}
+_OPERATIONS: dict[str, Operation] = {}
 
 served: Counter[tuple[str, str]] = Counter()
 """How many calls each (operation, implementation) has served in this process."""
@@ -95,8 +93,18 @@ _warned: set[tuple[str, str]] = set()
 
 def register(operation: Operation) -> Operation:
     """Make an operation known to `explain` and `workspace_bytes`; returns it."""
-    OPERATIONS[operation.name] = operation
+    _OPERATIONS[operation.name] = operation
     return operation
+
+
+def operations() -> dict[str, Operation]:
+    """All operations by name.
+
+    >>> sorted(operations())[:2]
+    ['causal_conv1d', 'extend_attention']
+    """
+    importlib.import_module("headstart.public")  # which registers them
+    return _OPERATIONS
 
 
 def candidates(operation: Operation, device: torch.device) -> tuple[str, ...]:
@@ -197,9 +205,10 @@ def workspace_bytes(name: str, *args: Any, **kwargs: Any) -> int:
 
 
 def _bound(name: str, args: tuple, kwargs: dict) -> tuple[Operation, Call, str | None]:
-    if name not in OPERATIONS:
-        raise ValueError(f"name: expected one of {sorted(OPERATIONS)}, got {name!r}")
-    operation = OPERATIONS[name]
+    known = operations()
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"name: expected one of {sorted(known)}, got {shown(name)}")
+    operation = known[name]
     if operation.function is None:
         raise ValueError(f"name: {name} cannot be explained")
     bound = inspect.signature(operation.function).bind(*args, **kwargs)

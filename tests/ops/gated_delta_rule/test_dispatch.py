@@ -49,6 +49,10 @@ def test_explain_tells_who_would_run():
     assert all(isinstance(sentence, str) and sentence for _, _, sentence in rows)
     with pytest.raises(ValueError, match=r"^name: expected one of"):
         headstart.explain("gated_rule")
+    with pytest.raises(ValueError, match=r"^name: expected one of .* got \['gated_delta_rule'\]"):
+        headstart.explain(["gated_delta_rule"])
+    with pytest.raises(ValueError, match=r"^implementation: expected one of .* got \['torch'\]"):
+        headstart.gated_delta_rule(**tensors(), implementation=["torch"])
     with pytest.raises(ValueError, match=r"^k: expected"):
         headstart.explain("gated_delta_rule", **tensors(k=torch.zeros(3, H, K)))
 

@@ -26,7 +26,7 @@ def main() -> None:
     verdicts = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # A build that does not load says nothing at all: implementations are imported at first use.
-    for operation in dispatch.OPERATIONS.values():
+    for operation in dispatch.operations().values():
         for name in operation.places:
             operation.implementation(name)
     print(Path(headstart.__file__).parent, file=verdicts, flush=True)

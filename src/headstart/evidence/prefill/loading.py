@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from headstart import checkpoints
+from headstart.evidence.prefill.configuration import expect_sound, read_configuration
+from headstart.runtime.checks import shown
 
 SUPPORTED = {
     "qwen3_next": "Qwen3-Next",
@@ -65,17 +67,28 @@ def load(
 ) -> Loaded:
     """The shipped checkpoint called `name`, or the one in the folder `name`.
 
-    Raises ValueError for an unknown name, a folder without a readable configuration, a model of
-    another family, and weights that are missing, truncated or of the wrong shape.
+    Raises ValueError for an unknown name, a folder without a readable and sound configuration, a
+    model of another family, and weights that are missing, left over, truncated or of the wrong
+    shape.
     """
     folder = checkpoints.path(name) if name in checkpoints.names() else Path(name)
-    kind = _model_type(name, folder)
-    if kind not in SUPPORTED:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"model: expected {', '.join(checkpoints.names())} or a folder with a config.json, "
+            f"got {name!r}"
+        )
+    configuration = read_configuration(file)
+    if "model_type" not in configuration:
+        raise ValueError(f"model: {file} has no field 'model_type'")
+    kind = configuration["model_type"]
+    if not isinstance(kind, str) or kind not in SUPPORTED:
         families = ", ".join(dict.fromkeys(SUPPORTED.values()))
         raise ValueError(
-            f"model: expected a model of {families}, got {kind!r} in {folder / 'config.json'}: "
+            f"model: expected a model of {families}, got {shown(kind)} in {file}: "
             "it has no layer that headstart supports"
         )
+    expect_sound(file, configuration)
     model = _weights(folder, dtype).to(device).eval()
     encode, decode = _tokenizer(folder)
     return Loaded(name, model, encode, decode)
@@ -92,26 +105,15 @@ def tokens(loaded: Loaded, prompt: bytes) -> list[int]:
             f"prompt-file: expected at most {most} tokens (max_position_embeddings of "
             f"{loaded.name}), got {len(ids)}"
         )
+    if max(ids) >= loaded.config.vocab_size:
+        raise ValueError(
+            f"model: {loaded.name}: expected tokens below vocab_size = {loaded.config.vocab_size}, "
+            f"got {max(ids)} from its tokenizer"
+        )
     return ids
 
 
-def _model_type(name: str, folder: Path) -> str:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"model: expected {', '.join(checkpoints.names())} or a folder with a config.json, "
-            f"got {name!r}"
-        )
-    try:
-        return str(json.loads(file.read_text())["model_type"])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"model: cannot read {file}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"model: {file} has no field 'model_type'") from error
-
-
 def _weights(folder: Path, dtype: torch.dtype) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
@@ -120,15 +122,65 @@ def _weights(folder: Path, dtype: torch.dtype) -> Any:
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
             model, report = loaded
-    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"model: cannot load {folder}: {error}") from error
+    except Exception as error:  # no list of types covers what a spoilt folder makes it raise
+        found = _wrong_shape(folder) or _told(error)
+        raise ValueError(f"model: cannot load {folder}: {found}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if found := sorted(map(str, report.get(problem) or ())):
             words = problem.replace("_keys", "")
             raise ValueError(
                 f"model: {folder}: {len(found)} {words} weights, the first is {found[0]}"
             )
+    layers = model.config.get_text_config().num_hidden_layers
+    left = [name for name in report["unexpected_keys"] if _layer(name) >= layers]
+    if left:
+        raise ValueError(
+            f"model: {folder}: expected weights of num_hidden_layers = {layers} layers, "
+            f"got {len(left)} of later ones, the first is {min(left)}"
+        )
     return model
+
+
+def _layer(name: str) -> int:
+    """Which layer of the text model a weight belongs to; -1 for all others.
+
+    >>> _layer("model.layers.12.mlp.up_proj.weight"), _layer("mtp.layers.0.norm.weight")
+    (12, -1)
+    """
+    found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def _told(error: Exception) -> str:
+    """What an exception says, in at most a few lines; with its type where it says little."""
+    text = " ".join(str(error).split())
+    told = (ValueError, OSError, ImportError)
+    if type(error).__module__ == "builtins" and not isinstance(error, told):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def _wrong_shape(folder: Path) -> str | None:
+    """A weight whose shape is not what the configuration makes of it; None if none is found."""
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            expected = AutoModelForCausalLM.from_config(config).state_dict()
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 (no mapping)
+                    shape = weights.get_slice(name).get_shape()
+                    if name in expected and list(expected[name].shape) != shape:
+                        return (
+                            f"{name}: expected {list(expected[name].shape)} as config.json says, "
+                            f"got {shape} in {file.name}"
+                        )
+    except Exception:  # whatever made loading fail may do so again: then that is what is told
+        return None
+    return None
 
 
 @contextmanager
@@ -154,9 +206,9 @@ def _tokenizer(folder: Path) -> tuple[Callable, Callable]:
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"model: cannot load the tokenizer of {folder}: {error}") from error
-    return text_directions(tokenizer)
+        return text_directions(tokenizer)
+    except Exception as error:  # as for the weights
+        raise ValueError(f"model: cannot load the tokenizer of {folder}: {_told(error)}") from error
 
 
 def text_directions(tokenizer: Any) -> tuple[Callable, Callable]:

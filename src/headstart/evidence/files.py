@@ -1,0 +1,39 @@
+"""Files that a command writes once its work is done: tried before, so that no work is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def expect_writable(path: Path | str, option: str = "json") -> None:
+    """Raise ValueError, before the work is done, if a file cannot be written there.
+
+    option: what the command calls the path. What the file holds stays as it is, and a file that is
+    not there is not left behind.
+
+    >>> expect_writable("/", option="json")
+    Traceback (most recent call last):
+    ValueError: json: expected a file to write, got the folder /
+    """
+    try:
+        place = Path(path).resolve()
+        if place.is_dir():
+            raise ValueError(f"{option}: expected a file to write, got the folder {path or '.'}")
+        if not place.parent.is_dir():
+            raise ValueError(f"{option}: no folder for {path}")
+        there = place.exists()
+        if there and not place.is_file():
+            return  # a pipe or a device: trying would already be writing
+        place.open("ab").close()
+        if not there:
+            place.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
+
+
+def write(path: Path | str, text: str, option: str = "json") -> None:
+    """Write a text file; ValueError where it cannot be written."""
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
