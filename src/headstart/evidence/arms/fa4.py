@@ -25,13 +25,10 @@ def build(case: Case, device: torch.device, seed: int) -> Arm:
         "window_size": (None, None) if window is None else (window - 1, 0),
     }
     if inputs.sinks is not None:
-        options["learnable_sink"] = inputs.sinks.to(inputs.q.dtype)
-    note = inputs.note
-    if inputs.sinks is not None:
-        note = "; ".join(filter(None, (note, f"sinks rounded to {inputs.case.dtype}")))
+        options["learnable_sink"] = inputs.sinks
     return Arm(
         "fa4",
         lambda: attend(inputs.q, inputs.k, inputs.v, **options),
         lambda found: {"o": found[0] if isinstance(found, tuple) else found},
-        note=note,
+        note=inputs.note,
     )

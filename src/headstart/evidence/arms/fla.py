@@ -1,4 +1,4 @@
-"""flash-linear-attention's Triton kernels; its FlashQLA backend is an arm of its own."""
+"""flash-linear-attention's own Triton kernels, whatever other backends are installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from headstart.evidence.arms import Arm, peer
 from headstart.evidence.arms.delta import plain, refuse_snapshots
 from headstart.evidence.cases import Case
 
+BACKENDS = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
+"""Variables that fla reads at every call: left alone it would run other libraries' kernels."""
+
 
 def build(case: Case, device: torch.device, seed: int) -> Arm:
     """`chunk_gated_delta_rule`, the recurrent form for decodes, or `chunk_kda`."""
-    # Read when fla dispatches: without it the call may run FlashQLA's kernels.
-    os.environ["FLA_FLASH_QLA"] = "0"
+    os.environ.update(dict.fromkeys(BACKENDS, "0"))
     inputs = plain(case, device, seed)
     if inputs.case.per_channel:
         (rule,) = peer("fla.ops.kda", "chunk_kda")
@@ -29,6 +31,7 @@ def build(case: Case, device: torch.device, seed: int) -> Arm:
     else:
         shaped = [row[None] for row in rows]
         options["cu_seqlens"] = inputs.cu_seqlens
+        options["cu_seqlens_cpu"] = inputs.cu_seqlens.cpu()
     q, k, v, g, beta = shaped
     return Arm(
         "fla",

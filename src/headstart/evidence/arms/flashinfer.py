@@ -29,6 +29,7 @@ def _prefill(inputs: PlainDelta) -> Arm:
     (rule,) = peer("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
     parameters = inspect.signature(rule).parameters
     initial = _value_major(inputs.initial)
+    case = inputs.case
     # The decay itself, not its logarithm; states are [N, HV, V, K]; outputs are the caller's.
     options: dict[str, Any] = {
         "g": inputs.g.exp().contiguous(),
@@ -38,10 +39,12 @@ def _prefill(inputs: PlainDelta) -> Arm:
         "cu_seqlens": inputs.cu_seqlens,
         "output": torch.empty_like(inputs.v),
     }
-    if inputs.final and initial is not None:
-        options["output_state"] = torch.empty_like(initial)
+    if inputs.final:
+        options["output_state"] = torch.empty(
+            len(case.lengths), case.HV, case.V, case.K, device=inputs.q.device
+        )
     if "max_seqlen" in parameters:
-        options["max_seqlen"] = max(inputs.case.lengths, default=0)
+        options["max_seqlen"] = max(case.lengths, default=0)
 
     def outputs(found: Any) -> dict[str, torch.Tensor]:
         o, state = found if isinstance(found, tuple) else (found, None)
@@ -51,7 +54,7 @@ def _prefill(inputs: PlainDelta) -> Arm:
         "flashinfer",
         lambda: rule(inputs.q, inputs.k, inputs.v, **options),
         outputs,
-        note=refuse_snapshots(inputs.case, inputs.note),
+        note=refuse_snapshots(case, inputs.note),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,40 +17,50 @@ PLACES = (
     "extend_attention",
 )
 """Where versions keep the file; the last: the file alone, on the path."""
+NO_SLOTS = torch.zeros(0, dtype=torch.int64)
 
 
 def build(case: Case, device: torch.device, seed: int) -> Arm:
-    """`extend_attention_fwd`: new keys packed, cached ones by slot."""
+    """`extend_attention_fwd`: new keys packed, cached ones by slot.
+
+    As SGLang does, it leaves out slots before the window: the kernel would visit them all.
+    """
     inputs = dense_attention(case, device, seed)
     inputs.refuse(mask=True)
-    if inputs.case.new_in_cache:
-        raise Unfit("this arm takes the new keys packed, not in the cache")
+    case = inputs.case
+    if case.window == 1:
+        raise Unfit("takes a window of one key for no window")
     attend = _attend()
-    call = inputs.case.inputs(seed, device)
-    stored, case = call.get("cache"), inputs.case
+    # Its window counts the keys before the query's own.
+    before = -1 if case.window is None else case.window - 1
+    call = case.inputs(seed, device)
+    k, v, stored = call["k"], call["v"], call.get("cache")
+    rows = [NO_SLOTS] * len(case.lengths) if stored is None else case.cache_rows(seed)
     if stored is None:
         k_slots = torch.empty(1, case.HK, case.D, dtype=inputs.q.dtype, device=device)
         v_slots = torch.empty(1, case.HK, case.value_size, dtype=inputs.q.dtype, device=device)
     else:
         k_slots, v_slots = (m.reshape(-1, *m.shape[-2:]) for m in (stored.k, stored.v))
-    rows = inputs.case.cache_rows(seed) if stored is not None else []
-    indices = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)]).to(device)
-    query_borders = inputs.query_borders
-    borders = inputs.key_borders - query_borders
+    if case.new_in_cache:
+        new = torch.cat([own[old:] for own, old in zip(rows, case.cached, strict=True)]).to(device)
+        k, v = k_slots[new], v_slots[new]
+    prefixes = [own[:old] for own, old in zip(rows, case.cached, strict=True)]
+    seen = [slots if before < 0 else slots[-before:] for slots in prefixes]
+    indices = torch.cat([NO_SLOTS, *seen]).to(device)
+    borders = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32, device=device)
     o = torch.empty(case.tokens, case.HQ, case.value_size, dtype=inputs.q.dtype, device=device)
-    options = {
-        "sliding_window_size": -1 if case.window is None else case.window - 1,
-        "sinks": inputs.sinks,
-    }
+    query_borders = inputs.query_borders
+    options = {"sliding_window_size": before, "sinks": inputs.sinks}
 
     def run() -> torch.Tensor:
         attend(
-            inputs.q, call["k"], call["v"], o, k_slots, v_slots, query_borders,
-            borders, indices, None, True, None, max(case.lengths), 1.0, 1.0, **options,
+            inputs.q, k, v, o, k_slots, v_slots, query_borders, borders, indices, None, True, None,
+            max(case.lengths), 1.0, 1.0, **options,
         )  # fmt: skip
         return o
 
-    return Arm("sglang", run, lambda found: {"o": found})
+    note = "new keys packed instead of in the cache" if case.new_in_cache else ""
+    return Arm("sglang", run, lambda found: {"o": found}, note=note)
 
 
 def _attend() -> Any:
