@@ -32,7 +32,7 @@ $(READY): requirements-dev.txt pyproject.toml
 			|| { echo "make: Python 3.11 or newer is needed, $(PYTHON) is older (make PYTHON=...)" >&2; exit 2; }; \
 		"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null \
 			|| { echo "make: Python's venv module is missing: apt-get install python3-venv" >&2; exit 2; }; \
-		echo "Setting up $(VENV) (once; about 2 GB)"; \
+		echo "Setting up $(VENV) (once; about 2 GB, 2 to 3 minutes)"; \
 		"$(PYTHON)" -m venv $(VENV); \
 	fi
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt --editable '.[cli,evidence,models]'

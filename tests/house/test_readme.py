@@ -1,6 +1,7 @@
 """The README's examples run, and its links and commands lead somewhere."""
 
 import re
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -10,10 +11,11 @@ README = (ROOT / "README.md").read_text()
 def test_the_examples_run():
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert len(blocks) == 2
-    scope = {}
     for block in blocks:
         assert "assert" in block
-        exec(compile(block, "README.md", "exec"), scope)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            exec(compile(block, "README.md", "exec"), {})  # each on its own
 
 
 def test_links_lead_to_files():
