@@ -64,6 +64,8 @@ def expect_tensor(name: str, value: Any) -> torch.Tensor:
     """`value` itself, or a ValueError if it is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
     return value
 
 
@@ -119,6 +121,17 @@ def expect_flag(name: str, value: Any) -> bool:
     if not _is_flag(value):
         raise ValueError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
+
+
+def expect_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+    """Raise unless `value` is one of a few words (or None, where that is a choice).
+
+    >>> expect_choice("layout", "hv", ("kv", "vk"))
+    Traceback (most recent call last):
+    ValueError: layout: expected one of ['kv', 'vk'], got 'hv'
+    """
+    if not isinstance(value, str | None) or value not in choices:
+        raise ValueError(f"{name}: expected one of {list(choices)}, got {shown(value)}")
 
 
 def expect_place(name: str, device: Any) -> torch.device:
@@ -336,15 +349,13 @@ def positions_of_each(name: str, values: Any, count: int) -> list[int]:
 
 
 def host_flags(name: str, values: Any, count: int) -> list[bool]:
-    """One bool for each of `count` sequences, from one for all, a list, or a tensor."""
-    if _is_flag(values):
-        return [bool(values)] * count
+    """One bool for each of `count` sequences, from a list or a tensor."""
     if isinstance(values, torch.Tensor):
         expect_shape(name, values, "[N]", (count,))
         expect_dtype(name, values, (torch.bool,))
         return values.tolist()
     if not _is_list(values):
-        raise ValueError(f"{name}: expected a bool or a list of them, got {shown(values)}")
+        raise ValueError(f"{name}: expected bools, one for each sequence, got {shown(values)}")
     found = [expect_flag(name, value) for value in values]
     expect_one_each(name, found, count)
     return found

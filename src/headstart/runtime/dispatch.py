@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headstart.runtime.checks import shown
+from headstart.runtime.checks import expect_choice, shown
 from headstart.runtime.declined import Declined
 from headstart.runtime.precision import full_float32
 
@@ -71,8 +71,7 @@ class Operation:
 
     def implementation(self, name: str) -> Implementation:
         """The implementation called `name`; Declined if the operation has none of that name."""
-        if name not in NAMES:
-            raise ValueError(f"implementation: expected one of {list(NAMES)}, got {shown(name)}")
+        expect_choice("implementation", name, NAMES)
         if name not in self.loaded:
             if name not in self.places:
                 raise Declined(f"{self.name} has no implementation called {name}.")

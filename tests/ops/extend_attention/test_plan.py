@@ -143,7 +143,7 @@ WRONG = [
     ),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="cpu", mask_covers="prefix"),
-        'mask_covers: expected "all" or "new"',
+        r"mask_covers: expected one of \['all', 'new'\]",
     ),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_positions=[0], query_start=9),
@@ -278,8 +278,16 @@ WRONG = [
         "new_in_cache: expected True or False, got 'no'",
     ),
     (
+        lambda: ExtendPlan.from_pages([1], [4], [[0]], 16, new_in_cache=torch.ones(3)),
+        r"new_in_cache: expected True or False, got a float32 tensor \[3\]",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu").validate([3]),
+        "cache: expected a KVCache, got list",
+    ),
+    (
         lambda: ExtendPlan.from_lengths([1], [2], device="cpu", mask_covers=torch.zeros(9)),
-        r'mask_covers: expected "all" or "new", got a float32 tensor \[9\]',
+        r"mask_covers: expected one of \['all', 'new'\], got a float32 tensor \[9\]",
     ),
     (
         lambda: ExtendPlan.from_padded([1], [8], 0, new_in_cache=True),

@@ -69,7 +69,7 @@ WRONG = [
     ({"sinks": rows(4, dtype=torch.int64)}, "sinks: expected dtype"),
     ({"sinks": rows(4), "part": "prefix"}, 'sinks: expected None with part="prefix"'),
     ({"sinks": rows(4), "part": "extend"}, 'sinks: expected None with part="extend"'),
-    ({"part": "new"}, 'part: expected "all", "prefix" or "extend"'),
+    ({"part": "new"}, r"part: expected one of \['all', 'prefix', 'extend'\], got 'new'"),
     ({"custom_mask": rows(27)}, "custom_mask: expected dtype bool or uint8"),
     (
         {"custom_mask": rows(26, dtype=torch.bool)},

@@ -40,6 +40,7 @@ def refused(says: str, function=headstart.gated_delta_rule, **arguments) -> str:
 WRONG_TENSORS = {
     "q of two dimensions": ({"q": torch.zeros(T, K)}, "q: expected [T, H, K]"),
     "q no tensor": ({"q": [[1.0]]}, "q: expected a tensor, got list"),
+    "q sparse": ({"q": torch.zeros(T, H, K).to_sparse()}, "q: expected a dense tensor, got layout"),
     "q None": ({"q": None}, "q: expected a tensor, got NoneType"),
     "q of integers": ({"q": torch.zeros(T, H, K, dtype=torch.int32)}, "q: expected dtype"),
     "k of other heads": (
@@ -201,6 +202,10 @@ def test_gates_refuse_what_they_cannot_mean():
         (Pool(pool(), [0], [1, 2]), "write_slots: expected 1 slots, got 2"),
         (Pool(pool(), [0], present=[True, False]), "present: expected one for each of 1 sequences"),
         (Pool(pool(), [0], present=[1.0]), "present: expected True or False, got 1.0"),
+        (
+            Pool(pool(), [0], present=True),
+            "present: expected bools, one for each sequence, got True",
+        ),
         (Pool(pool(), [0], present=torch.zeros(1)), "present: expected dtype bool, got float32"),
         (Pool(pool(), [True]), "read_slots: expected integers, got True"),
         (Pool(pool(), [0], ["1"]), "write_slots: expected integers, got '1'"),
@@ -217,7 +222,7 @@ def test_gates_refuse_what_they_cannot_mean():
         (new_cache().at([-2]), "state: expected slots in [0, 4) or -1, got -2"),
         (new_cache().at(0), "state: expected a list or tensor of integers"),
     ],
-    ids=range(34),
+    ids=range(35),
 )
 def test_wrong_states_are_named(state, says):
     refused(says, **tensors(), schedule=scheduled(), state=state)

@@ -21,6 +21,7 @@ from headstart.runtime.checks import (
     FLOATS,
     checking,
     dtype_name,
+    expect_choice,
     expect_device,
     expect_dtype,
     expect_finite,
@@ -126,10 +127,7 @@ def bind(
         snapshots=_memory(snapshots),
         out=out,
     )
-    if activation not in CONVOLUTION_ACTIVATIONS:
-        raise ValueError(
-            f"activation: expected one of {list(CONVOLUTION_ACTIVATIONS)}, got {shown(activation)}"
-        )
+    expect_choice("activation", activation, CONVOLUTION_ACTIVATIONS)
     if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
         raise ValueError(
             "schedule: expected a Schedule with a cache, since it holds positions, "
@@ -197,10 +195,7 @@ def bind_norm(
         expect_device(name, tensor, x.device, "x")
     expect_no_gradients("rms_norm_gated", x=x, weight=weight, gate=gate)
     eps = expect_number("eps", eps, "a finite number >= 0", lambda eps: eps >= 0)
-    if activation not in GATE_ACTIVATIONS:
-        raise ValueError(
-            f"activation: expected one of {list(GATE_ACTIVATIONS)}, got {shown(activation)}"
-        )
+    expect_choice("activation", activation, GATE_ACTIVATIONS)
     return GatedNormCall(x=x, weight=weight, gate=gate, eps=eps, activation=activation)
 
 

@@ -15,6 +15,7 @@ from headstart.ops.extend_attention.locate import Consecutive, Listed, Paged, Sl
 from headstart.runtime.checks import (
     INT32_MAX,
     INTEGERS,
+    expect_choice,
     expect_dtype,
     expect_flag,
     expect_int,
@@ -137,6 +138,7 @@ class ExtendPlan:
         new_in_cache=True: the indices cover prefix and new keys, and k, v of the call are None;
         False: they cover the prefix only.
         """
+        expect_flag("new_in_cache", new_in_cache)
         new = _lengths("lengths", lengths)
         indptr = host_ints("kv_indptr", kv_indptr, "entries", 0)
         if len(indptr) != len(new) + 1:
@@ -181,6 +183,7 @@ class ExtendPlan:
         kv_lengths is prefix + new for each sequence, always; the table covers the new keys too
         only if new_in_cache.
         """
+        expect_flag("new_in_cache", new_in_cache)
         new = _lengths("lengths", lengths)
         prefix = _prefix("kv_lengths", _lengths("kv_lengths", kv_lengths, len(new)), new)
         page_size = expect_int("page_size", page_size, 1, INT32_MAX)
@@ -218,6 +221,7 @@ class ExtendPlan:
         sequence (left padding), which holds its key_start-th position; None: 0. device None: that
         of `lengths` or `kv_lengths` if they are tensors, else the CPU.
         """
+        expect_flag("new_in_cache", new_in_cache)
         new = _lengths("lengths", lengths)
         prefix = _prefix("kv_lengths", _lengths("kv_lengths", kv_lengths, len(new)), new)
         first = [0] * len(new) if offsets is None else _lengths("offsets", offsets, len(new))
@@ -252,7 +256,7 @@ class ExtendPlan:
         plan._on_device = {}
         plan.device = expect_place("device", device)
         plan.lengths, plan.prefix, plan.slots = lengths, prefix, slots
-        plan.new_in_cache = expect_flag("new_in_cache", new_in_cache)
+        plan.new_in_cache = new_in_cache
         plan.offsets, plan.prefix_offsets = _running_sum(lengths), _running_sum(prefix)
         count = len(lengths)
         plan.key_start = positions_of_each("key_start", options.key_start, count)
@@ -276,10 +280,7 @@ class ExtendPlan:
         last = max([last, *map(add, plan.key_start, prefix)])
         if last > INT32_MAX:
             raise ValueError(f"lengths: expected tokens and ends <= {INT32_MAX}, got {last}")
-        if options.mask_covers not in ("all", "new"):
-            raise ValueError(
-                f'mask_covers: expected "all" or "new", got {shown(options.mask_covers)}'
-            )
+        expect_choice("mask_covers", options.mask_covers, ("all", "new"))
         plan.mask_covers = options.mask_covers
         plan.capacity = None
         if options.capacity is not None:
@@ -346,6 +347,8 @@ class ExtendPlan:
         Without a cache only negative slots are found. Calls do this themselves where it costs no
         synchronisation (on the CPU), and on devices under HEADSTART_CHECK=1.
         """
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache: expected a KVCache, got {type(cache).__name__}")
         if self.slots is None:
             return
         limit = None if cache is None else cache.slots

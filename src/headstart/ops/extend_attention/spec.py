@@ -13,6 +13,7 @@ from headstart.ops.extend_attention.plan import ExtendPlan
 from headstart.runtime.checks import (
     FLOATS,
     checking,
+    expect_choice,
     expect_device,
     expect_dtype,
     expect_finite,
@@ -146,8 +147,7 @@ def bind(
         raise ValueError(f"plan: expected at most T = {q.shape[0]} new tokens, got {plan.T}")
     if q.device.type not in ("meta", plan.device.type):
         raise ValueError(f"plan: expected device {q.device} (that of q), got {plan.device}")
-    if part not in PARTS:
-        raise ValueError(f'part: expected "all", "prefix" or "extend", got {shown(part)}')
+    expect_choice("part", part, PARTS)
     if cache is not None and not isinstance(cache, KVCache):
         raise ValueError(f"cache: expected a KVCache, got {type(cache).__name__}")
     HK, DV = _expect_keys(q, k, v, plan, cache, part)

@@ -92,7 +92,7 @@ class DeltaCache:
             expect_int(name, value, 1, INT32_MAX)
         if HV % H:
             raise ValueError(f"HV: expected a multiple of H = {H}, got {HV}")
-        if dtype not in STORED:
+        if not isinstance(dtype, torch.dtype) or dtype not in STORED:
             raise ValueError(f"dtype: expected float32, bfloat16 or float16, got {shown(dtype)}")
         expect_int("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
         expect_int("conv_channels", conv_channels, 0, INT32_MAX)

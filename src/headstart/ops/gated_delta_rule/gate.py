@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.ops.activations import sigmoid, softplus
-from headstart.runtime.checks import expect_number, shown
+from headstart.runtime.checks import expect_choice, expect_number
 
 KINDS = ("log", "linear", "raw")
 BETAS = ("value", "logit", "logit2")
@@ -37,10 +37,8 @@ class Gate:
     lower_bound: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"gate: expected one of {list(KINDS)}, got {shown(self.kind)}")
-        if self.beta not in BETAS:
-            raise ValueError(f"beta: expected one of {list(BETAS)}, got {shown(self.beta)}")
+        expect_choice("gate", self.kind, KINDS)
+        expect_choice("beta", self.beta, BETAS)
         if self.lower_bound is not None:
             words = "None or a finite number below 0"
             expect_number("lower_bound", self.lower_bound, words, lambda bound: bound < 0)

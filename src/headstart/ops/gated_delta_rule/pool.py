@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.runtime.checks import shown
+from headstart.runtime.checks import expect_choice
 
 LAYOUTS = ("kv", "vk")
 
@@ -41,5 +41,4 @@ class Pool:
     layout: str = "kv"
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout: expected one of {list(LAYOUTS)}, got {shown(self.layout)}")
+        expect_choice("layout", self.layout, LAYOUTS)

@@ -107,7 +107,9 @@ class Schedule:
         ends = [start + step for start, step in zip(starts, steps, strict=True)]
         if max(ends, default=0) > INT32_MAX:
             raise ValueError(f"lengths: expected ends <= {INT32_MAX}, got {max(ends)}")
-        flags = host_flags("drafts", drafts, count)
+        flags = (
+            [drafts] * count if isinstance(drafts, bool) else host_flags("drafts", drafts, count)
+        )
         if expect_int("snapshot_every", snapshot_every, 0) % CHUNK:
             raise ValueError(
                 f"snapshot_every: expected a multiple of {CHUNK}, got {snapshot_every}"
@@ -225,7 +227,9 @@ def _snapshot_positions(
 ) -> list[list[int]]:
     if given is None:
         return [[] for _ in starts]
-    if not isinstance(given, (list, tuple, torch.Tensor)):
+    if not isinstance(given, (list, tuple)) and not (
+        isinstance(given, torch.Tensor) and given.dim() == 2
+    ):
         raise ValueError(
             f"snapshot_positions: expected one list for each sequence, got {shown(given)}"
         )
