@@ -2,8 +2,13 @@
 
 import pytest
 
-from headstart.evidence.mutants import Mutant, chosen, named, run_mutants, runner
-from headstart.evidence.mutants.checks import CHECKS
+from headstart.cli.verify_mutants import _failures
+from headstart.evidence.mutants import Mutant, chosen, drawn, named, run_mutants, runner
+from headstart.evidence.mutants.checks import CHECKS, GENERAL
+from headstart.evidence.mutants.edits import edits
+from headstart.evidence.mutants.equivalent import EQUIVALENTS, Equivalent, expect_current
+from headstart.evidence.mutants.generated import OPS, SOURCES, generated
+from headstart.evidence.mutants.record import Found
 
 CONVOLVE = "convolution/decomposed.py"
 
@@ -65,3 +70,157 @@ def test_a_fault_is_killed_and_an_edit_without_one_survives():
 def test_a_build_that_does_not_load_shows_nothing():
     with pytest.raises(ValueError, match="nothing does not load"):
         runner.run_mutant(mutant(new="import nothing_of_this_name\n" + mutant().old))
+
+
+def test_a_check_that_does_not_end_is_ended(monkeypatch):
+    endless = mutant(
+        new=mutant().old + "\n    while True:\n        pass\n", checks=("convolution",)
+    )
+    found = runner.run_mutant(endless, limits={"convolution": 1.0})
+    assert found.killed_by == "hang"
+    assert "convolution" in found.failure
+    assert found.seconds < 60
+
+
+def test_sizes_gone_wrong_are_errors_of_the_build():
+    greedy = mutant(
+        new=mutant().old + "\n    torch.zeros(2**34)\n", checks=("convolution without tokens",)
+    )
+    found = runner.run_mutant(greedy)
+    assert found.killed_by == "convolution without tokens"
+    assert "memory" in found.failure
+
+
+def test_a_drawn_build_that_does_not_load_is_drawn_again():
+    broken = mutant(
+        new="import nothing_of_this_name\n" + mutant().old,
+        checks=("convolution",),
+        generated=True,
+    )
+    fault = mutant(
+        old="for w in range(1, len(self.taps)):",
+        new="for w in range(2, len(self.taps)):",
+        checks=("convolution",),
+        generated=True,
+    )
+    (found,) = run_mutants([broken], spare=iter([fault]))
+    assert found.killed_by == "convolution"
+
+
+# Generated ones
+
+SOURCE = '''
+LIMIT = 1 + 2
+
+
+def expect_small(x):
+    return x + 1
+
+
+def scratch_bytes(x):
+    return 4 * x
+
+
+def f(x: int = 3, *, y: "a < b" = 4) -> list[int]:
+    """1 + 1 < 2"""
+    assert x > 0, "x + 1"
+    if x < 0 and y < 0:
+        raise ValueError(f"x: expected {x + 1}")
+    for i in range(9):
+        if x == i:
+            raise ValueError("no")
+    total: int = min(x, y)  # ünïcode
+    total += x // y
+    return "é", (total) <= x - 1, -1
+'''
+
+
+def test_only_lines_that_compute_are_edited():
+    lines = SOURCE.splitlines()
+    changed = []
+    for edit in edits(SOURCE):
+        compile(edit.apply(SOURCE), "f", "exec")
+        after = edit.apply(SOURCE).splitlines()
+        (n,) = [n for n, line in enumerate(lines) if line != after[n]]
+        changed.append(after[n].strip())
+    assert changed == [
+        "total: int = max(x, y)  # ünïcode",
+        "total -= x // y",
+        "total += x % y",
+        'return "é", (total) < x - 1, -1',
+        'return "é", (total) <= x + 1, -1',
+        'return "é", (total) <= x - 2, -1',
+        'return "é", (total) <= x - 0, -1',
+        'return "é", (total) <= x - 1, 0',
+    ]
+
+
+def test_a_seed_says_what_is_drawn():
+    first, _ = drawn(40, seed=5)
+    assert drawn(40, seed=5)[0] == first
+    assert {(one.old, one.new) for one in drawn(40, seed=6)[0]} != {
+        (one.old, one.new) for one in first
+    }
+    assert len({(one.file, one.old, one.new) for one in first}) == 40
+    assert {one.op for one in first} == {"gated_delta_rule", "extend_attention", "convolution"}
+    assert {one.implementation for one in first} == {"torch"}
+
+
+@pytest.mark.parametrize("owner", SOURCES, ids=" ".join)
+def test_every_drawn_edit_applies_and_has_checks(owner):
+    assert set(GENERAL[owner]) <= set(CHECKS)
+    for _, one in zip(range(30), generated(*owner), strict=False):
+        compile(runner.expect_applies(one), one.file, "exec")
+        assert one.checks == GENERAL[owner]
+
+
+def test_more_than_there_is_cannot_be_drawn():
+    with pytest.raises(ValueError, match="generated: expected at most"):
+        drawn(100_000, "convolution", "torch")
+    with pytest.raises(ValueError, match="no sources for op None, implementation reference"):
+        drawn(1, None, "reference")
+
+
+def test_explanations_are_current_and_of_edits_that_can_be_drawn():
+    expect_current(OPS)
+    everything = (
+        {(one.file, one.old, one.new) for owner in SOURCES for one in generated(*owner)}
+        if EQUIVALENTS
+        else set()
+    )
+    for known in EQUIVALENTS:
+        assert (known.file, known.old, known.new) in everything, known
+        assert known.reason.endswith(".")
+
+
+def test_a_stale_explanation_is_an_error(monkeypatch):
+    stale = Equivalent(CONVOLVE, "no such text", "x", "It was once so.")
+    monkeypatch.setattr("headstart.evidence.mutants.equivalent.EQUIVALENTS", (stale,))
+    with pytest.raises(ValueError, match="an explanation is stale"):
+        run_mutants([mutant()])
+
+
+def found(**changes) -> Found:
+    given = {
+        name: value
+        for name, value in vars(mutant()).items()
+        if name not in ("name", "checks", "device_only")
+    }
+    return Found(**given | {"mutant": "one", "device": "cpu"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (found(), "one survives"),
+        (found(killed_by="norm"), None),
+        (found(generated=True, equivalent="Because."), "0 of 1 generated ones are killed"),
+        (found(generated=True), "one survives"),
+        (found(generated=True, killed_by="norm"), None),
+        (found(generated=True, killed_by="norm", equivalent="Because."), "yet 'norm' kills it"),
+    ],
+)
+def test_what_fails_a_run(one, words):
+    sentences = _failures([one])
+    assert bool(sentences) == (words is not None)
+    assert words is None or words in sentences[0]

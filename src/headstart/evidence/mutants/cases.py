@@ -31,6 +31,10 @@ RULES = {
     "rule late forgetting": _rule("rule-late", lengths=(140,), values="late-forget"),
     "rule equal keys": _rule("rule-repeat", lengths=(140,), values="repeat"),
     "rule raw keys": _rule("rule-raw", lengths=(140,), values="raw-keys"),
+    "rule bfloat16": _rule("rule-bfloat16", lengths=(3, 70), dtype="bfloat16"),
+    "rule float16 snapshots": _rule(
+        "rule-float16", lengths=(130,), snapshot_every=64, snapshot_dtype="float16", dtype="float16"
+    ),
     "channels": _rule("channels", lengths=(130, 20), per_channel=True),
     "channels cache": _rule(
         "channels-cache", lengths=(40, 3), starts=(100, 64), state="cache", per_channel=True
@@ -59,6 +63,8 @@ ATTENTIONS = {
     "attention window": _attention(
         "window", lengths=(300, 1, 90), prefixes=(0, 200, 100), window=50, sinks=True
     ),
+    "attention without tokens": _attention("no-tokens", lengths=(0, 0), prefixes=(0, 30)),
+    "attention wide window": _attention("wide-window", lengths=(100, 70), window=100),
     "attention window of 1": _attention("window-1", lengths=(70,), prefixes=(10,), window=1),
     "attention pages": _attention(
         "pages", lengths=(70, 5), prefixes=(90, 33), layout="pages", page_size=16
@@ -88,7 +94,27 @@ ATTENTIONS = {
         "tree-window", lengths=(40,), prefixes=(300,), mask="tree", window=100
     ),
     "attention value size": _attention("value-size", DV=16, lengths=(70,), prefixes=(20,)),
+    "attention bfloat16": _attention(
+        "bfloat16", lengths=(70, 1), prefixes=(0, 40), sinks=True, dtype="bfloat16"
+    ),
+    "attention float16 window": _attention(
+        "float16-window", lengths=(90, 5), prefixes=(30, 0), window=20, dtype="float16"
+    ),
+    "attention bfloat16 pages": _attention(
+        "bfloat16-pages",
+        lengths=(20,),
+        prefixes=(90,),
+        layout="pages",
+        page_size=16,
+        dtype="bfloat16",
+    ),
+    "attention float16 slots window": _attention(
+        "float16-slots", lengths=(20,), prefixes=(90,), layout="slots", window=30, dtype="float16"
+    ),
     "attention long": _attention("long", lengths=(4200,), HQ=1, HK=1, D=16),
+    "attention long narrow window": _attention(
+        "long-narrow", lengths=(4200,), HQ=1, HK=1, D=16, window=50
+    ),
     "attention long window": _attention("long-window", lengths=(1300,), HQ=1, HK=1, window=700),
 }
 """Name of a check -> its case of softmax extend attention."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from headstart.evidence.mutants import attention, convolution, delta, kernels, references
+from headstart.evidence.mutants.generated import generated
 from headstart.evidence.mutants.record import Mutant
 
 OPERATIONS = ("gated_delta_rule", "extend_attention", "convolution")
+KERNELS = ("triton", "hopper")
+"""Implementations that run on a device."""
 
 
 def named() -> tuple[Mutant, ...]:
@@ -26,7 +32,7 @@ def chosen(
     device: str = "cpu",
     names: tuple[str, ...] = (),
 ) -> tuple[Mutant, ...]:
-    """The mutants that a command line asks for; those that need a device only where there is one.
+    """The listed mutants that a command line asks for; on a device those of kernels alone.
 
     names: only these.
     Raises ValueError for an unknown name, and where nothing is left.
@@ -44,9 +50,45 @@ def chosen(
         for mutant in found
         if op in (None, mutant.op)
         and implementation in ("all", mutant.implementation)
-        and (device == "cpu" or mutant.implementation in ("triton", "hopper"))
+        and (device == "cpu" or mutant.implementation in KERNELS)
         and not (device == "cpu" and mutant.device_only)
     ]
     if not found:
         raise ValueError(f"mutant: none for op {op}, implementation {implementation} on {device}")
     return tuple(found)
+
+
+def waiting(op: str | None = None, implementation: str = "all") -> tuple[Mutant, ...]:
+    """The listed mutants that no run on a CPU shows."""
+    return tuple(
+        mutant
+        for mutant in named()
+        if mutant.device_only
+        and op in (None, mutant.op)
+        and implementation in ("all", mutant.implementation)
+    )
+
+
+def drawn(
+    count: int,
+    op: str | None = None,
+    implementation: str = "all",
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[tuple[Mutant, ...], Iterator[Mutant]]:
+    """`count` generated mutants of one seed, and those that come after them.
+
+    On a CPU "all" stands for what runs there as it is: kernels in the interpreter are named.
+    Raises ValueError where there are no sources, or not so many edits of them.
+
+    >>> [mutant.name for mutant in drawn(2, "convolution", "torch")[0]]
+    ['generated-0', 'generated-1']
+    """
+    if implementation == "all":
+        implementation = "torch" if device == "cpu" else "triton"
+    draws = generated(op, implementation, seed=seed)
+    found = tuple(islice(draws, count))
+    if len(found) < count:
+        raise ValueError(f"generated: expected at most {len(found)}, got {count}")
+    return found, draws

@@ -164,7 +164,7 @@ MUTANTS = (
         old="            slot = tl.load(read_slots + n).to(tl.int64)",
         new="            slot = tl.load(read_slots + n).to(tl.int32)",
         checks=("rule far slot",),
-        device_only=True,
+        device_only="the interpreter's addresses are Python's integers, which do not overflow",
     ),
     _mutant(
         name="kernel-fused-arithmetic",
@@ -175,7 +175,7 @@ MUTANTS = (
         new="enable_fp_fusion=True",
         checks=("bits of splits", "bits of drafts", "bits of splits normalised",
                 "bits of drafts normalised"),
-        device_only=True,
+        device_only="the interpreter fuses no product with a sum",
     ),
     _mutant(
         name="kernel-keys-not-rounded",

@@ -16,8 +16,8 @@ class Mutant:
         re-injects, None for a fault of another kind.
     file: below headstart/ops. old: text that occurs there exactly once; new: what takes its place.
     checks: names of `checks.CHECKS`, the cheapest that reveals it first.
-    device_only: whether only a device shows it (the interpreter has no int32 arithmetic to
-        overflow, no warps and no fused arithmetic).
+    device_only: why no run on a CPU shows it, "" if one does.
+    generated: whether nobody thought of it.
     """
 
     name: str
@@ -29,7 +29,8 @@ class Mutant:
     new: str
     checks: tuple[str, ...]
     pitfall: int | None = None
-    device_only: bool = False
+    device_only: str = ""
+    generated: bool = False
 
 
 class Verdict(Record):
@@ -50,7 +51,9 @@ class Verdict(Record):
 class Found(Record):
     """What became of one mutant.
 
+    generated: whether it was drawn rather than listed.
     killed_by: the check, "hang" or "death" of the process; None for a survivor.
+    equivalent: why a survivor computes the same, where that is known.
     excess, cosine_passes: of the check that killed it. checks: how many it took.
     """
 
@@ -63,7 +66,9 @@ class Found(Record):
     file: str
     old: str
     new: str
+    generated: bool = False
     killed_by: str | None = None
+    equivalent: str | None = None
     failure: str | None = None
     excess: float = 0.0
     cosine_passes: bool | None = None

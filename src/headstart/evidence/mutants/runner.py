@@ -10,24 +10,36 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import headstart
+from headstart.evidence.mutants.equivalent import expect_current, reason_of
 from headstart.evidence.mutants.record import Found, Mutant, Verdict
 
 PACKAGE = Path(headstart.__file__).parent
-LONGEST = 180.0
-"""Seconds after which a build counts as hung: several times what its checks take together."""
+LEAST_LIMIT, SLOWER = 30.0, 10.0
+"""A build hangs where a check takes more seconds than this, and than the unedited package so many
+times over."""
+FIRST_LIMIT = 600.0
+"""Seconds of a check on the unedited package."""
+STARTING = 120.0
+"""Seconds in which a worker loads and unloads, beside its checks."""
 NOT_COPIED = ("checkpoints", "tables")
 """Folders that no check reads; only their code is copied."""
+
+
+class DoesNotLoad(ValueError):
+    """The edited copy cannot be imported: nobody could ship it, so it shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +98,19 @@ def judge(
     *,
     package: Path = PACKAGE,
     everything: bool = False,
-    longest: float = LONGEST,
+    limits: Mapping[str, float] | None = None,
 ) -> Outcome:
-    """Let a worker run checks on an edited copy of `package`; `everything`: past failures too.
+    """Let a worker run checks on an edited copy of `package`.
 
-    ValueError if the copy does not load: an edit that nobody could ship shows nothing.
+    everything: past failures too. limits: seconds of each check, else `FIRST_LIMIT`.
+    Raises DoesNotLoad.
     """
+    seconds = [FIRST_LIMIT if limits is None else limits[name] for name in checks]
     job = {
         "implementation": implementation,
         "device": device,
         "checks": list(checks),
+        "limits": seconds,
         "all": everything,
     }
     began = time.perf_counter()
@@ -119,31 +134,35 @@ def judge(
         )
         ended = None
         try:
-            said, complaints = worker.communicate(json.dumps(job), timeout=longest)
+            said, complaints = worker.communicate(json.dumps(job), sum(seconds) + STARTING)
         except subprocess.TimeoutExpired:
             worker.kill()
             said, complaints = worker.communicate()
             ended = "hang"
         if worker.returncode and ended is None:
-            ended = "death"
+            ended = "hang" if worker.returncode == -signal.SIGALRM else "death"
         place, *lines = said.splitlines() or [""]
         if not place:
             name = "the unedited package" if mutant is None else mutant.name
-            raise ValueError(f"mutants: {name} does not load: {complaints.strip()[-300:]}")
+            raise DoesNotLoad(f"mutants: {name} does not load: {complaints.strip()[-300:]}")
         if Path(place).resolve() != (folder / PACKAGE.name).resolve():
             raise ValueError(f"mutants: the worker loaded {place}, not the copy in {folder}")
     verdicts = [Verdict.model_validate_json(line) for line in lines]
-    words = complaints.strip().splitlines()[-1] if complaints.strip() else f"exit {ended}"
+    words = complaints.strip().splitlines()[-1] if complaints.strip() else f"{ended}"
     return Outcome(verdicts, ended, words, time.perf_counter() - began)
 
 
 def run_mutant(
-    mutant: Mutant, device: str = "cpu", *, package: Path = PACKAGE, longest: float = LONGEST
+    mutant: Mutant,
+    device: str = "cpu",
+    *,
+    package: Path = PACKAGE,
+    limits: Mapping[str, float] | None = None,
 ) -> Found:
     """Apply one mutant to a copy of `package` and see which check kills it."""
     expect_applies(mutant, package)
     outcome = judge(
-        mutant, mutant.checks, mutant.implementation, device, package=package, longest=longest
+        mutant, mutant.checks, mutant.implementation, device, package=package, limits=limits
     )
     found = Found(
         mutant=mutant.name,
@@ -155,6 +174,8 @@ def run_mutant(
         file=mutant.file,
         old=mutant.old,
         new=mutant.new,
+        generated=mutant.generated,
+        equivalent=reason_of(mutant),
         checks=len(outcome.verdicts) + (outcome.ended is not None),
         seconds=outcome.seconds,
     )
@@ -169,11 +190,11 @@ def run_mutant(
             }
         )
     if outcome.ended is not None:
-        words = f"no end after {longest:.0f} s" if outcome.ended == "hang" else outcome.words
+        during = mutant.checks[len(outcome.verdicts)]
         return found.model_copy(
             update={
                 "killed_by": outcome.ended,
-                "failure": words,
+                "failure": f"{during}: {outcome.words}",
                 "excess": float("inf"),
                 "cosine_passes": False,
             }
@@ -186,7 +207,6 @@ def expect_sound(
     device: str,
     jobs: int,
     package: Path = PACKAGE,
-    longest: float = 10 * LONGEST,
 ) -> dict[tuple[str, str], float]:
     """Seconds of every (implementation, check) on the unedited package; ValueError if one fails."""
     wanted: dict[str, list[str]] = {}
@@ -198,9 +218,7 @@ def expect_sound(
 
     def sound(part: tuple[str, list[str]]) -> dict[tuple[str, str], float]:
         name, checks = part
-        outcome = judge(
-            None, checks, name, device, package=package, everything=True, longest=longest
-        )
+        outcome = judge(None, checks, name, device, package=package, everything=True)
         for verdict in outcome.verdicts:
             if verdict.failure is not None:
                 raise ValueError(
@@ -223,23 +241,43 @@ def run_mutants(
     device: str = "cpu",
     *,
     jobs: int = 2,
-    longest: float = LONGEST,
+    spare: Iterator[Mutant] | None = None,
     told: Callable[[Found], None] = lambda found: None,
 ) -> list[Found]:
     """What becomes of every mutant, in order; `told` hears of each as it ends.
 
-    jobs: worker processes at a time, each with one thread. Raises ValueError before any work where
-    an edit does not apply, and before any mutant where the unedited package fails a check.
+    jobs: worker processes at a time, each with one thread. spare: generated mutants for those that
+    do not load. Raises ValueError before any work where an edit or an explanation does not apply,
+    and before any mutant where the unedited package fails a check.
     """
     # One copy for the whole run: nobody's edit of the package reaches into it.
     with edited_copy(None) as folder:
         package = folder / PACKAGE.name
         for mutant in mutants:
             expect_applies(mutant, package)
-        expect_sound(mutants, device, jobs, package)
+        expect_current(package / "ops")
+        seconds = expect_sound(mutants, device, jobs, package)
+        drawing = threading.Lock()
 
-        def run(mutant: Mutant) -> Found:
-            found = run_mutant(mutant, device, package=package, longest=longest)
+        def run(drawn: Mutant) -> Found:
+            mine = {check: seconds[drawn.implementation, check] for check in drawn.checks}
+            limits = {check: max(LEAST_LIMIT, SLOWER * time) for check, time in mine.items()}
+            mutant = drawn
+            if drawn.generated:
+                # Nobody said which check reveals it: the cheapest are asked first.
+                mutant = replace(drawn, checks=tuple(sorted(mine, key=mine.__getitem__)))
+            try:
+                found = run_mutant(mutant, device, package=package, limits=limits)
+            except DoesNotLoad:
+                if spare is None or not drawn.generated:
+                    raise
+                with drawing:
+                    # Of the same checks, which have shown themselves sound.
+                    alike = (one for one in spare if one.checks == drawn.checks)
+                    other = next(alike, None)
+                if other is None:
+                    raise
+                return run(other)
             told(found)
             return found
 

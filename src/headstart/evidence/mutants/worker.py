@@ -1,13 +1,16 @@
 """Runs checks in a process of its own, on whatever copy of the package is first on its path.
 
-Reads {"implementation", "device", "checks", "all"} as JSON from standard input; prints where the
-package lies, then a verdict a line. Stops at the first failure unless "all".
+Reads {"implementation", "device", "checks", "limits", "all"} as JSON from standard input; prints
+where the package lies, then a verdict a line. Stops at the first failure unless "all". A check that
+takes longer than its limit in seconds ends the process by SIGALRM, whatever the build is at.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,11 +20,15 @@ from headstart.evidence.mutants.record import Verdict
 from headstart.runtime import dispatch
 
 MOST_WORDS = 300
+MEMORY = 8 * 2**30
+"""Bytes that a build may take on a CPU: a size gone wrong is an error, not the machine's end."""
 
 
 def main() -> None:
     """Run the job on standard input."""
     job = json.load(sys.stdin)
+    if job["device"] == "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
     # Whatever the build prints, verdicts alone go to the runner.
     verdicts = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -30,8 +37,11 @@ def main() -> None:
         for name in operation.places:
             operation.implementation(name)
     print(Path(headstart.__file__).parent, file=verdicts, flush=True)
-    for name in job["checks"]:
+    for name, limit in zip(job["checks"], job["limits"], strict=True):
+        # Nobody handles the signal: the kernel ends a process that holds Python's lock as well.
+        signal.setitimer(signal.ITIMER_REAL, limit)
         verdict = judged(name, job["implementation"], job["device"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print(verdict.model_dump_json(), file=verdicts, flush=True)
         if verdict.failure and not job["all"]:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +37,9 @@ class Computed:
 
     def add(self, name: str, values: torch.Tensor, *, heads: int = 1) -> None:
         """Keep [rows, *rest] as [rows, heads, vector], counting rows that nobody wrote."""
-        size = values[0].numel() // heads if len(values) else 1
+        size = math.prod(values.shape[1:]) // heads
         rows = values.reshape(len(values), heads, size)
-        left = int(unwritten(values.contiguous()).reshape(len(values), -1).any(1).sum())
+        left = int(unwritten(values.contiguous()).flatten(1).any(1).sum())
         self.outputs[name] = Output(rows, left)
 
 

@@ -1,0 +1,45 @@
+"""Generated mutants that compute the same as the package, each with the reason.
+
+An entry is tied to its edit, word for word: one that no longer applies is an error, as is one that
+a check kills after all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.evidence.mutants.record import Mutant
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """An edit of a file below headstart/ops, as `Mutant` has it, and why no result changes."""
+
+    file: str
+    old: str
+    new: str
+    reason: str
+
+
+EQUIVALENTS: tuple[Equivalent, ...] = ()
+
+
+def reason_of(mutant: Mutant) -> str | None:
+    """Why a mutant computes the same, or None if nobody says so."""
+    edit = (mutant.file, mutant.old, mutant.new)
+    for known in EQUIVALENTS:
+        if (known.file, known.old, known.new) == edit:
+            return known.reason
+    return None
+
+
+def expect_current(ops: Path) -> None:
+    """Raise ValueError for an explanation whose edit no longer applies below `ops`."""
+    for known in EQUIVALENTS:
+        file = ops / known.file
+        if not file.is_file() or file.read_text().count(known.old) != 1:
+            raise ValueError(
+                f"mutants: an explanation is stale: ops/{known.file} does not hold {known.old!r} "
+                f"once any more; see {Path(__file__).name}"
+            )
