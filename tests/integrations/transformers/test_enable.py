@@ -192,6 +192,23 @@ def test_an_unknown_implementation_is_named(family):
         enable(model, implementation="nonesuch")(tokens(1, 5))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"implementation": 3}, "implementation: expected one of"),
+        ({"implementation": ["torch"]}, "implementation: expected one of"),
+        ({"reproducible": "yes"}, "reproducible: expected True or False, got 'yes'"),
+        ({"reproducible": None}, "reproducible: expected True or False, got None"),
+    ],
+)
+def test_an_odd_way_of_enabling_changes_nothing(family, arguments, message):
+    model = pair(family)[0]
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        enable(model, **arguments)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
 def test_reproducible_softmax_layers_without_a_hybrid_cache():
     """The bits of a row depend on its own sequence: the batch beside it changes none."""
     asked = []

@@ -410,12 +410,40 @@ def test_a_batch_of_another_size_is_refused(family):
         ),
         ({"snapshot_every": 65}, "snapshot_every: expected a multiple of 64, got 65"),
         ({"snapshot_every": -64}, "snapshot_every: expected an integer >= 0, got -64"),
+        ({"snapshot_every": None}, "snapshot_every: expected an integer >= 0, got None"),
+        (
+            {"snapshot_positions": 64},
+            "snapshot_positions: expected a list or .*, got 64",
+        ),
+        ({"snapshot_positions": [64.0]}, "snapshot_positions: expected integers, got 64.0"),
+        ({"snapshot_positions": [True]}, "snapshot_positions: expected integers, got True"),
+        ({"snapshot_positions": "64"}, "snapshot_positions: expected a list or tensor of integers"),
     ],
 )
 def test_wrong_positions_are_named(arguments, message):
     _, served = pair("qwen3.5")
     with pytest.raises(ValueError, match=message):
         HybridCache(served, **arguments)
+
+
+@pytest.mark.parametrize("model", [None, 5, {}, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_has_no_cache(model):
+    with pytest.raises(ValueError, match=r"^model: expected a model of transformers or its config"):
+        HybridCache(model)
+
+
+def test_rows_positions_and_layers_are_integers():
+    cache = HybridCache(pair("qwen3.5")[1])
+    for act, message in (
+        (lambda: cache.restored("x"), "position: expected an integer >= 0, got 'x'"),
+        (lambda: cache.restored(64.0), "position: expected an integer >= 0, got 64.0"),
+        (lambda: cache.restored(0, row=None), "row: expected an integer in [0, 0], got None"),
+        (lambda: cache.snapshots(True), "row: expected an integer in [0, 0], got True"),
+        (lambda: cache.arguments(99, 0, 1), "layer: expected an integer in [0, "),
+    ):
+        with pytest.raises(ValueError) as error:
+            act()
+        assert str(error.value).startswith(message)
 
 
 def test_a_place_that_was_not_kept_is_refused(family):

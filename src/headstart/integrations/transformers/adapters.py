@@ -22,7 +22,7 @@ from headstart.integrations.transformers.caches import HybridCache, adopt, known
 from headstart.integrations.transformers.forward import Forward, lengths_of, packed_lengths
 from headstart.integrations.transformers.pages import PagedLayer
 from headstart.runtime import dispatch
-from headstart.runtime.checks import shown
+from headstart.runtime.checks import expect_choice, expect_flag, shown
 
 NAME = "headstart"
 LINEAR = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
@@ -205,6 +205,9 @@ def enable(model: Any, *, implementation: str | None = None, reproducible: bool 
     Raises ValueError if the model has no layer that headstart serves, one whose configuration it
     does not serve, or is already enabled.
     """
+    if implementation is not None:
+        expect_choice("implementation", implementation, dispatch.NAMES)
+    expect_flag("reproducible", reproducible)
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     if any(NAME in vars(module) for module in modules):
         raise ValueError("model: it is already enabled; disable(model) first")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -15,7 +16,7 @@ from transformers.cache_utils import (
 from headstart.integrations.transformers.delta_layer import DeltaLayer, expect_multiple
 from headstart.integrations.transformers.forward import Forward
 from headstart.integrations.transformers.pages import PAGE, PagedLayer, Pages
-from headstart.runtime.checks import shown
+from headstart.runtime.checks import expect_int, host_ints, shown
 
 
 class HybridCache(Cache):
@@ -46,9 +47,15 @@ class HybridCache(Cache):
         snapshot_positions: Sequence[int] = (),
         snapshot_every: int = 0,
     ) -> None:
-        config = getattr(model, "config", model).get_text_config()
+        config = getattr(model, "config", model)
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(
+                f"model: expected a model of transformers or its configuration, got {shown(model)}"
+            )
+        config = config.get_text_config()
+        positions = host_ints("snapshot_positions", snapshot_positions)
         self.snapshot_positions = sorted(
-            {expect_multiple("snapshot_positions", p) for p in snapshot_positions}
+            {expect_multiple("snapshot_positions", p) for p in positions}
         )
         self.snapshot_every = expect_multiple("snapshot_every", snapshot_every)
         self.pages = Pages()
@@ -74,8 +81,7 @@ class HybridCache(Cache):
 
         A model without linear layers can be restored at every multiple of 64 that it has seen.
         """
-        if not 0 <= row < max(self._batch, 1):
-            raise ValueError(f"row: expected 0 to {max(self._batch, 1) - 1}, got {row}")
+        expect_int("row", row, 0, max(self._batch, 1) - 1)
         places: list[set[int]] = []
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
@@ -114,6 +120,7 @@ class HybridCache(Cache):
         softmax layer {"write_kv": {cache, slots}, "extend_attention": {plan, cache}}. For a cache
         of one sequence, whose pages are reserved here; it counts no tokens.
         """
+        expect_int("layer", layer, 0, len(self.layers) - 1)
         place = self.layers[layer]
         if isinstance(place, DeltaLayer):
             cache = place.cache
