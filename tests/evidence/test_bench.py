@@ -197,6 +197,13 @@ def _sinks_without_prefix():
     )  # fmt: skip
 
 
+def test_an_empty_batch_is_a_case_like_others():
+    found = by_arm(bench("edge-1-small", "torch", "flex", rounds=3, noise_floor=False))
+    assert found["torch"].status == "timed", found["torch"].sentence
+    assert found["torch"].accuracy[0].last_half == 0
+    assert (found["flex"].status, found["flex"].sentence) == ("declined", "takes no empty batch")
+
+
 def test_ids_of_flashinfer_bench_are_accepted():
     assert cases.get("gdn_prefill_qk8_v16_d128_k_last").id == "gdn-qk8-v16-8k"
 

@@ -136,6 +136,17 @@ def test_a_case_of_one_length_draws_no_curve(whole):
     assert "Time against prompt length" not in section(whole, "times-2")
 
 
+def test_a_case_without_tokens_has_no_distance_to_its_floor(tmp_path):
+    found = [made.timed(id, made.arm("headstart", 0.01)) for id in ("edge-1", "edge-3")]
+    assert found[0].floor_ms == 0
+    page = page_of(made.write(tmp_path, "a", "bench", found))
+    assert "edge-1 0 headstart timed 0.0100 - -" in text_of(page)
+    (figure,) = re.findall(r"<svg.*?</svg>", page, re.S)  # no curve from 0 tokens to 1
+    assert "edge-3" in figure
+    assert "edge-1" not in figure
+    assert "| edge-1 | 0 | 0.0000 | 0.0100 |" in report.markdown(report.read_runs([tmp_path]))
+
+
 def test_points_lie_where_the_numbers_say(whole):
     figure = re.findall(r"<svg.*?</svg>", section(whole, "times-1"), re.S)[0]
     (panel, _) = re.split(r'<g id="axes_2">', figure)
@@ -209,6 +220,15 @@ def test_of_a_case_timed_twice_the_latest_counts(tmp_path):
     table = report.markdown(report.read_runs(paths))
     assert "| 0.1111 |" in table
     assert "0.2620" not in table
+
+
+def test_a_run_made_outside_a_checkout_tells_its_commit_or_version(tmp_path):
+    def commit(**environment):
+        path = made.write(tmp_path, "a", "bench", made.bench()[:1], revision="", **environment)
+        return row_of(report.markdown(report.read_runs([path])), "gdn-next-2048")[-1]
+
+    assert commit() == "2031-05-06, `version 0.0.0`"
+    assert commit(variable={"HEADSTART_REVISION": "fedcba987654"}) == "2031-05-06, `fedcba987654`"
 
 
 def row_of(table, case):

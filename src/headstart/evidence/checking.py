@@ -85,7 +85,7 @@ def _word(dtype: torch.dtype) -> str:
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
     """[rows, heads, vector]."""
-    return values.reshape(values.shape[0], values.shape[1], -1)
+    return values.flatten(2) if values.dim() > 2 else values[..., None]
 
 
 def _late(case: Case, output: str, rows: int) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from headstart.evidence.arms import Arm
+from headstart.evidence.arms import Arm, Unfit
 from headstart.evidence.arms.attention import dense_attention
 from headstart.evidence.cases import Case
 
@@ -17,6 +17,8 @@ def build(case: Case, device: torch.device, seed: int) -> Arm:
 
     inputs = dense_attention(case, device, seed)
     inputs.refuse(sinks=True, mask=True)
+    if not inputs.case.tokens:
+        raise Unfit("takes no empty batch")
     owner, place = _rows(inputs.case.lengths, inputs.case.cached, device)
     key_owner, key_place = _rows(inputs.key_lengths, [0] * len(inputs.key_lengths), device)
     window = inputs.case.window

@@ -87,7 +87,11 @@ def _families(group: Sequence[Benched]) -> list[tuple[str, list[Benched]]]:
             case: Any = cases.get(one.result.case)
         except ValueError:  # a case of another revision
             continue
-        if len(case.lengths) == 1 and not getattr(case, "snapshot_positions", ()):
+        if (
+            len(case.lengths) == 1
+            and one.result.tokens
+            and not getattr(case, "snapshot_positions", ())
+        ):
             common = {"definition": ""} if hasattr(case, "definition") else {}
             alike = replace(case, id="", why="", lengths=(0,), **common)
             found.setdefault(alike, []).append(one)
@@ -157,12 +161,12 @@ def ratio_figure(group: Sequence[Benched], name: str) -> Markup | None:
 def floor_figure(group: Sequence[Benched], name: str) -> Markup | None:
     """How many times the floor each arm takes, case by case."""
     arms = arm_names(group)
-    members = [one for one in group if one.timed]
+    members = [one for one in group if one.timed and one.result.floor_ms]
     points = [
-        (row, arm.arm, arm.median_ms / one.result.floor_ms)
+        (row, arm.arm, times)
         for row, one in enumerate(members)
         for arm in one.timed
-        if arm.median_ms is not None
+        if (times := one.floors(arm)) is not None
     ]
     if not points:
         return None

@@ -75,9 +75,10 @@ class RunFile:
 
     @property
     def commit(self) -> str:
-        """The commit it was made at, or the version of an installed package."""
-        revision = self.run.environment.revision
-        return revision or f"version {self.run.environment.version.get('headstart', 'unknown')}"
+        """The commit it was made at: the checkout's, else HEADSTART_REVISION, else a version."""
+        known = self.run.environment
+        named = known.revision or known.variable.get("HEADSTART_REVISION", "")
+        return named or f"version {known.version.get('headstart', 'unknown')}"
 
     def device(self, place: str) -> str:
         """What the environment says of a device such as "cuda:0" or "cuda:0 NVIDIA H200"."""
@@ -127,6 +128,11 @@ class Benched:
     def timed(self) -> list[ArmResult]:
         """The arms that were timed, the noise floor left out."""
         return [arm for arm in self.result.arms if arm.status == "timed" and arm.arm != NOISE]
+
+    def floors(self, arm: ArmResult) -> float | None:
+        """How many times the case's floor an arm took; None where either is nothing."""
+        floor = self.result.floor_ms
+        return None if arm.median_ms is None or not floor else arm.median_ms / floor
 
     @property
     def first(self) -> ArmResult:

@@ -78,7 +78,6 @@ def times(group: Sequence[Benched]) -> Table:
     """Every arm of every case, timed or not."""
     rows = []
     for one in group:
-        floor = one.result.floor_ms
         for arm in one.result.arms:
             error = next((e for e in arm.accuracy if e.output in ("o", "norm")), None)
             rows.append(
@@ -88,7 +87,7 @@ def times(group: Sequence[Benched]) -> Table:
                     arm_name(arm),
                     Cell(arm.status, "" if arm.status == "timed" else _tone(arm.status)),
                     number(arm.median_ms, ".4f"),
-                    number(None if arm.median_ms is None else arm.median_ms / floor, ".1f"),
+                    number(one.floors(arm), ".1f"),
                     interval(arm.ratio),
                     NONE if arm.ratio is None else f"{arm.ratio.wins}/{arm.ratio.rounds}",
                     number(None if arm.host_ms is None else 1000 * arm.host_ms, ".0f"),
