@@ -103,6 +103,14 @@ def test_explain(id):
         (["explain", "gdn-nex-8k"], "near: gdn-next-8k"),
         (["explain", "gpt-oss-20b"], "whole model"),
         (["explain", "gdn-1x1", "--device", "toaster"], "device: toaster"),
+        (["cases", "show", ""], "case: no case is called ''"),
+        (["explain", ""], "case: no case is called ''"),
+        (["verify", "gdn-1x1-small", "--device", "meta"], "device: expected one that computes"),
+        (["verify", "bits", "--device", "meta"], "device: expected one that computes, got meta"),
+        (["verify", "gdn-1x1-small", "--seed", "9" * 30], "is not in the range 0<=x<="),
+        (["verify", "transcript", "--seed", "-1"], "is not in the range 0<=x<="),
+        (["bench", "gdn-1x1-small", "--seed", "1.5"], "'1.5' is not a valid integer range"),
+        (["bench", "simulate", "--planted", "nan"], "planted: expected a share between -1 and 1"),
     ],
 )
 def test_mistakes_give_one_line_and_code_2(arguments, words):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import need, seed_option
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
     """Options of `run` and `stages`."""
     for option in (
         click.option("--json", "json_file", metavar="FILE", help="Write all figures there."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs."),
+        seed_option("Of the inputs."),
         click.option("--device", metavar="DEVICE", help="By default cuda if there is one."),
     ):
         function = option(function)
@@ -271,6 +271,8 @@ def simulate(
 
     if json_file is not None:
         runs.expect_writable(json_file)
+    if not -1 < planted < 1:
+        raise ValueError(f"planted: expected a share between -1 and 1, got {planted}")
     found = run_simulation(experiments=experiments, rounds=rounds, planted=planted)
     print_table(
         ("interval", "experiments", "rounds", "coverage of 1", f"{planted:.1%} found", "width"),

@@ -67,6 +67,12 @@ def need(extra: str, *modules: str) -> None:
         )
 
 
+def seed_option(of: str) -> Any:
+    """The option --seed: any seed that torch takes, with room for those counted on from it."""
+    kind = click.IntRange(0, 2**62)
+    return click.option("--seed", type=kind, default=0, show_default=True, help=of)
+
+
 def _fail(message: str) -> NoReturn:
     print("headstart: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

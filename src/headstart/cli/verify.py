@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import need, seed_option
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def device_option(function: Any) -> Any:
 
 
 def place(device: str) -> torch.device:
-    """The device called so; ValueError where it is none or not here."""
+    """The device called so; ValueError where it is none, not here, or holds no values."""
     import torch
 
     try:
@@ -81,6 +81,8 @@ def place(device: str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device: {device}: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise ValueError("device: expected one that computes, got meta")
     return found
 
 
@@ -102,7 +104,7 @@ def implementations(op: str, name: str) -> list[str]:
 @click.option("--against", type=click.Choice(AGAINST), default="reference", show_default=True)
 @device_option
 @click.option("--dtype", type=click.Choice(DTYPES), help="In place of the cases' own.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs.")
+@seed_option("Of the inputs.")
 @click.option("--cache/--no-cache", default=True, help="Keep float64 truths on disk (the default).")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; default: cores of a CPU run.")
 @click.option("--outputs", is_flag=True, help="Show every output, however many cases there are.")

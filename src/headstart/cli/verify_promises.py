@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import need, seed_option
 from headstart.cli.verify import OPERATIONS, device_option, implementations, place, report_failures
 
 json_option = click.option(
@@ -75,7 +75,7 @@ def bits(
               help="Transcripts.")  # fmt: skip
 @click.option("--turns", type=click.IntRange(min=1), default=40, show_default=True,
               help="Random events of each.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first transcript.")
+@seed_option("Of the first transcript.")
 @click.option("--convolution/--no-convolution", default=True, help="Keep its histories too.")
 @json_option
 @click.pass_context

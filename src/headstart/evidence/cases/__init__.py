@@ -63,7 +63,7 @@ def get(id: str) -> Case:
     if id in cases:
         return cases[id]
     for case in cases.values():
-        if getattr(case, "definition", "") == id:
+        if id and getattr(case, "definition", "") == id:
             return case
     near = difflib.get_close_matches(id, cases, n=4, cutoff=0.5)
     hint = f"near: {', '.join(near)}" if near else "`headstart cases list` shows them"
