@@ -168,15 +168,15 @@ def write_kv(
     Parameters
     ----------
     k, v: [T, HK, D] and [T, HK, DV], float32, bfloat16 or float16, any strides.
-    cache: a `KVCache`.
+    cache: a `KVCache` whose slots share no memory, with each other or with k and v.
     slots: a list or an int32 / int64 tensor [T]; a negative slot is not written. Slots that are
         written must differ from each other.
     implementation: "reference", "torch", ...; None: the first that accepts.
 
     Raises
     ------
-    ValueError: an argument does not fit; under HEADSTART_CHECK=1 also a slot outside the cache or
-        given twice.
+    ValueError: an argument does not fit; a slot outside the cache or given twice, which slots on a
+        device are checked for under HEADSTART_CHECK=1 only.
 
     >>> cache = KVCache(torch.zeros(8, 1, 2), torch.zeros(8, 1, 2))
     >>> write_kv(torch.ones(2, 1, 2), torch.ones(2, 1, 2), cache, [5, -1])
