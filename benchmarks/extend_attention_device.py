@@ -21,7 +21,8 @@ import torch
 from headstart.evidence import cases
 from headstart.evidence.oracles.attention import attend
 from headstart.ops.extend_attention import spec
-from headstart.ops.extend_attention.triton.call import configured, run
+from headstart.ops.extend_attention.triton import call as call_module
+from headstart.ops.extend_attention.triton.call import configured, launch_arguments, run
 from headstart.ops.extend_attention.triton.config import Config
 
 DEVICE = torch.device("cuda")
@@ -59,10 +60,27 @@ SWEEPS = {
     "next-16k": WIDE,
     "gemma-win-16k": (Config(64, 32, 2, 8), Config(64, 32, 2, 4), Config(64, 64, 2, 8)),
     "mixed": MIDDLE[:1],
-    "d512-win": (Config(64, 32, 2, 8),),
+    "d512-win": (Config(64, 32, 2, 8), Config(64, 16, 2, 8)),
     "mla-expanded": (Config(64, 64, 2, 8), Config(64, 64, 2, 4), Config(128, 64, 2, 8)),
 }
 """Case -> configurations beside the rule's; every other case of the list runs the rule's alone."""
+REPRODUCIBLE = {
+    "oss-16k-win": (
+        Config(64, 32, 3, 4, registers=168), Config(64, 32, 3, 4, registers=128),
+        Config(64, 32, 3, 4, registers=96), Config(64, 32, 4, 4, piece=4096, registers=128),
+    ),
+    "oss-16k-full": (
+        Config(64, 64, 3, 4, registers=168), Config(64, 64, 3, 4, piece=2048, registers=168),
+        Config(64, 64, 3, 4, piece=4096, registers=168), Config(64, 128, 2, 4, registers=168),
+        Config(64, 64, 2, 4),
+    ),
+    "llama-16k": (
+        Config(64, 64, 2, 4), Config(64, 32, 3, 4), Config(64, 64, 3, 8), Config(128, 64, 2, 8),
+        Config(64, 64, 3, 4, piece=4096),
+    ),
+    "next-16k": (Config(64, 32, 2, 8), Config(64, 32, 2, 4), Config(128, 64, 2, 8)),
+}  # fmt: skip
+"""The same for the reproducible kernel, beside the rule's."""
 OTHERS = (
     "oss-tp4-8k-on-8k", "ragged-short", "ragged-short-full", "oss-residual-mix",
     "oss-residual-mix-full", "paged-1", "paged-16", "paged-64", "paged-64 dense", "paged-1-win",
@@ -80,12 +98,12 @@ def case_of(name):
     return replace(case, cache_dtype=None) if sibling == "bf16" else case
 
 
-def bound(case, reproducible):
+def bound(case, inputs):
     given = {
         "cache": None, "scale": None, "window": None, "sinks": None, "softcap": None,
         "custom_mask": None, "causal": True, "part": "all", "return_lse": False,
-        "reproducible": reproducible, "workspace": None, "out": None,
-    } | case.inputs(0, DEVICE)  # fmt: skip
+        "reproducible": False, "workspace": None, "out": None,
+    } | inputs  # fmt: skip
     given["out"] = torch.full(
         (case.tokens, case.HQ, case.value_size), torch.nan, dtype=given["q"].dtype, device=DEVICE
     )
@@ -142,8 +160,9 @@ def error(call, rows, wanted):
 
 def arms_of(name):
     """(label, configuration or None for the rule's, reproducible) of a case."""
-    arms = [("rule", None, False)]
+    arms = [("rule", None, False), ("reproducible", None, True)]
     arms += [(label(config), config, False) for config in SWEEPS.get(name, ())]
+    arms += [("R " + label(config), config, True) for config in REPRODUCIBLE.get(name, ())]
     return arms
 
 
@@ -152,15 +171,22 @@ def label(config):
     return found + (f" r{config.registers}" if config.registers else "")
 
 
+def compile_only(kernel, grid, given, config):
+    named, options = launch_arguments(kernel, given, config)
+    kernel.warmup(grid=grid, **named, **options)
+
+
 def prime(jobs):
-    """Compile what these (case, arm) need, into Triton's cache on disk."""
+    """Compile what these (case, arm) need, into Triton's cache on disk; nothing is launched."""
     torch.set_grad_enabled(False)
-    for name, arm in jobs:
+    call_module.start = compile_only
+    for name, (label, config, reproducible) in jobs:
         try:
-            run(bound(case_of(name), arm[2]), arm[1])
+            case = case_of(name)
+            call = bound(case, case.blank(DEVICE))
+            run(replace(call, reproducible=reproducible), config)
         except Exception as failure:  # reported where it is timed
-            print(f"{name} {arm[0]}: {type(failure).__name__}", file=sys.stderr)
-    torch.cuda.synchronize()
+            print(f"{name} {label}: {type(failure).__name__}: {failure}", file=sys.stderr)
 
 
 def timed(calls, rounds=9):
@@ -195,15 +221,15 @@ def timed(calls, rounds=9):
 def measure(name):
     """One line of the table for each arm of a case."""
     case = case_of(name)
-    rows = wanted = None
+    drawn = bound(case, case.inputs(0, DEVICE))
+    rows, wanted = reference(case, drawn)
     lines, calls = [], []
     for label, config, reproducible in arms_of(name):
-        call = bound(case, reproducible)
-        if wanted is None:
-            rows, wanted = reference(case, call)
+        call = replace(drawn, reproducible=reproducible)
         line = {"case": name, "arm": label, "reproducible": reproducible}
         line["config"] = asdict(config or configured(call))
         try:
+            call.out.fill_(torch.nan)
             run(call, config)
             line["error"] = error(call, rows, wanted)
             first = call.out.clone()

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from headstart.ops.extend_attention import band, fixed_tiles, flash, tiled
+from headstart.ops.extend_attention import band, fixed_tiles, flash, promise, tiled
 from headstart.ops.extend_attention.merge_spec import MergeCall
 from headstart.ops.extend_attention.merging import add_sinks, merge_into
 from headstart.ops.extend_attention.scratch import Layout, largest, layout_bytes, take
@@ -31,7 +31,7 @@ def declines(call: ExtendCall) -> str | None:
         return None
     if call.device.type not in ("cpu", "meta"):
         return f"it does not promise bits on {call.device}."
-    return fixed_tiles.declines(call)
+    return promise.declines(call)
 
 
 def route(call: ExtendCall, n: int) -> ModuleType:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headstart.ops.extend_attention import promise
 from headstart.ops.extend_attention.kv_cache import FP8
 from headstart.ops.extend_attention.locate import Consecutive, Listed, Paged
 from headstart.ops.extend_attention.merge_spec import MergeCall
@@ -54,9 +55,7 @@ def declines(call: ExtendCall) -> str | None:
         return "it computes in float32; float64 is for the reference."
     if call.device.type == "cpu" and cache is not None and cache.k.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly."
-    if call.reproducible:
-        return "it does not promise bits yet."
-    return None
+    return promise.declines(call) if call.reproducible else None
 
 
 def cut_of(call: ExtendCall, config: Config) -> Cut:
@@ -73,8 +72,15 @@ def cut_of(call: ExtendCall, config: Config) -> Cut:
 
 def configured(call: ExtendCall) -> Config:
     """The configuration of a call."""
-    windowed = call.window is not None
-    return configuration(call.D, call.DV, call.q.dtype, windowed, backend_of(call.device))
+    return configuration(
+        call.D,
+        call.DV,
+        call.q.dtype,
+        windowed=call.window is not None,
+        masked=call.custom_mask is not None,
+        reproducible=call.reproducible,
+        backend=backend_of(call.device),
+    )
 
 
 def layout(call: ExtendCall, rows: int) -> Layout:
@@ -99,6 +105,7 @@ def run(
     """Compute the call; config stands in for the rule's, to measure it."""
     from headstart.ops.extend_attention.triton.extend import extend_kernel
     from headstart.ops.extend_attention.triton.pieces import join_kernel
+    from headstart.ops.extend_attention.triton.unified import unified_kernel
 
     config = config or configured(call)
     o, lse = outputs(call)
@@ -110,7 +117,8 @@ def run(
     with current(call.device):
         programs = len(table.tiles) + given["rest"]
         if programs:
-            start(extend_kernel, (programs * given["HEADS"],), given, config)
+            kernel = unified_kernel if call.reproducible else extend_kernel
+            start(kernel, (programs * given["HEADS"],), given, config)
         if len(table.joins):
             blocks = -(-call.HQ // given["BH"])
             start(join_kernel, (len(table.joins), blocks), given, Config(0, 0, 1, 4))
@@ -119,10 +127,22 @@ def run(
 
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], config: Config) -> None:
     """Launch a kernel with the arguments it names."""
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    named, options = launch_arguments(kernel, given, config)
+    kernel[grid](**named, **options)
+
+
+def launch_arguments(
+    kernel: Any, given: dict[str, Any], config: Config
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments that a kernel names, and the compiler's options.
+
+    Without contraction into fused multiply-adds: one loop must give the bits of another.
+    """
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
+    options["enable_fp_fusion"] = False
     if config.registers:
         options["maxnreg"] = config.registers
-    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **options)
+    return {name: given[name] for name in kernel.arg_names}, options
 
 
 def outputs(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -164,7 +184,7 @@ def arguments(
         "D": call.D, "DV": call.DV, "BD": BD, "BDV": BDV,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "BH": max(1, min(1024 // BDV, 1 << (call.HQ - 1).bit_length())),
-        "PIECE": 0 if call.window is not None else config.piece,
+        "PIECE": 0 if call.window is not None else config.piece, "BLOCK": config.piece,
         "CAUSAL": call.causal, "WINDOWED": call.window is not None,
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
@@ -215,8 +235,8 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     if cache is None or plan.slots is None or (call.part == "extend" and not plan.new_in_cache):
         absent: dict[str, Any] = {f"cache_{x}_{name}": 0 for x in "kv" for name in names}
         return absent | {
-            "FOUND": "", "PAGE": 1, "CACHE_DESCRIBED": False, "SCALES": False, "WIDE": False,
-            "LISTED": False, "places": None, "positions": None,
+            "FOUND": "", "PAGE": 1, "CACHE_DESCRIBED": False, "UNIT": True, "SCALES": False,
+            "WIDE": False, "LISTED": False, "places": None, "positions": None,
             "cache_k": None, "cache_v": None, "cache_k_tiles": None, "cache_v_tiles": None,
             "k_scale": None, "v_scale": None, "k_number": 1.0, "v_number": 1.0,
             "k_scale_head": 0, "v_scale_head": 0,
@@ -233,7 +253,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     quantised = k.dtype == FP8
     described = (
         k.dtype == call.q.dtype
-        and (not isinstance(slots, Paged) or page % config.BN == 0)
+        and (not isinstance(slots, Paged) or _pages_hold_tiles(call, page, config))
         and all(
             (page == 1 or of_page == page * of_row) and _describable(store, call, config)
             for store, (of_page, of_row) in zip((k, v), strides, strict=True)
@@ -248,7 +268,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
         "PAGE": page, "places": places, "LISTED": listed,
         "positions": plan.on_device(key_positions) if listed else None,
         "SCALES": quantised, "WIDE": not quantised and k.dtype != call.q.dtype,
-        "CACHE_DESCRIBED": described,
+        "CACHE_DESCRIBED": described, "UNIT": k.stride(-1) == v.stride(-1) == 1,
     }  # fmt: skip
     for x, store, (of_page, of_row), scale in (
         ("k", k, strides[0], cache.k_scale),
@@ -265,6 +285,15 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
             f"{x}_scale_head": int(tensor and scale.numel() > 1),
         }  # fmt: skip
     return given
+
+
+def _pages_hold_tiles(call: ExtendCall, page: int, config: Config) -> bool:
+    """Whether every whole tile of prefix keys lies in one page."""
+    plan = call.plan
+    aligned = not call.reproducible or (
+        plan.capacity is None and not any(start % config.BN for start in plan.key_start)
+    )
+    return page % config.BN == 0 and aligned
 
 
 def _page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:

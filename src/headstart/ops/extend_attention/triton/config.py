@@ -26,29 +26,41 @@ class Config:
 
 
 def configuration(
-    D: int, DV: int, dtype: torch.dtype, windowed: bool, backend: str = "cuda"
+    D: int,
+    DV: int,
+    dtype: torch.dtype,
+    *,
+    windowed: bool,
+    masked: bool = False,
+    reproducible: bool = False,
+    backend: str = "cuda",
 ) -> Config:
     """The one configuration of a kind of call; it never depends on lengths or on the batch.
 
     Small tiles, several programs on a multiprocessor: 64 x 32 was the fastest under a window of 128
     on an H200, 64 x 128 in two stages at D 64 and 64 x 64 in three at D 128 without one. The other
     sizes and devices follow from registers and shared memory alone; they were compiled, not run.
+    Entries of a custom mask take registers, so tiles are smaller; but not where bits are promised:
+    there a mask that says what the causal rule says must give the bits of that rule.
 
     >>> configuration(64, 64, torch.bfloat16, windowed=True)
-    Config(BM=64, BN=32, stages=3, warps=4, piece=1024, registers=0)
+    Config(BM=64, BN=32, stages=3, warps=4, piece=1024, registers=80)
     """
     width = max(padded(D), padded(DV))
-    if dtype == torch.float32:
-        return Config(64, 32, 1, 4 if width <= 128 else 8)
+    warps = 4 if width <= 128 else 8
+    if dtype == torch.float32 or (masked and not reproducible):
+        return Config(64, 32, 1, warps)
     if backend == "hip":
-        return Config(64, 32 if windowed or width > 128 else 64, 1, 4 if width <= 128 else 8)
+        return Config(64, 32 if windowed or width > 128 else 64, 1, warps)
     if width > 256:
-        return Config(64, 32, 2, 8)
-    if width > 128:
-        return Config(64, 32 if windowed else 64, 2, 8)
+        return Config(64, 16, 3, warps)
+    if windowed and width > 128:
+        return Config(64, 32, 2, warps)
     if windowed:
-        return Config(64, 32, 3, 4)
-    return Config(64, 128, 2, 4) if width == 64 else Config(64, 64, 3, 4)
+        return Config(64, 32, 3, warps, registers=80 if width == 64 else 0)
+    if width == 64 and not reproducible:
+        return Config(64, 128, 2, warps, registers=168)
+    return Config(64, 64, 3 if width <= 128 else 2, warps)
 
 
 def padded(size: int) -> int:

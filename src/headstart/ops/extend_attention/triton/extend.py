@@ -24,9 +24,6 @@ from headstart.ops.extend_attention.triton.rows import (
 from headstart.ops.extend_attention.triton.softmax import NOTHING
 from headstart.ops.extend_attention.triton.sweep import clear, sweep, visible
 
-RAGGED = tl.constexpr(32)
-"""Keys of the smaller tiles into which the last tile of a run falls."""
-
 
 @triton.jit
 def run_of_tiles(
@@ -52,30 +49,23 @@ def run_of_tiles(
     held = end
     if DESCRIBED:
         held = tl.maximum(tl.minimum(end, count // BN), begin)
-    hole, filled = begin, begin
-    if not MASKED and not LISTED:
-        lower, upper = clear(first, last, start, count, window, causal, WINDOWED)
-        hole = tl.minimum(tl.maximum(tl.cdiv(lower, BN), begin), held)
-        filled = tl.maximum(tl.minimum(upper // BN, held), hole)
-        acc, m, l = sweep(  # noqa: E741
-            acc, m, l, b_q, rows, (start, count, 0), (hole, filled, 0, 0), store, lists, tiles,
-            numbers, FOUND, PAGE, DESCRIBED, True, causal, WINDOWED, MASKED, LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-        )  # fmt: skip
-    skipped = filled - hole
+    lower, upper = clear(first, last, start, count, window, causal, WINDOWED)
+    if MASKED:
+        upper = 0
     acc, m, l = sweep(  # noqa: E741
-        acc, m, l, b_q, rows, (start, count, 0), (begin, held - skipped, hole, skipped), store,
-        lists, tiles, numbers, FOUND, PAGE, DESCRIBED, False, causal, WINDOWED, MASKED, LISTED,
+        acc, m, l, b_q, rows, (start, count, 0), (begin, held, tl.cdiv(lower, BN), upper // BN),
+        store, lists, tiles, numbers, FOUND, PAGE, DESCRIBED, causal, WINDOWED, MASKED, LISTED,
         D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
     )  # fmt: skip
     if DESCRIBED:
         # Rows behind the run belong to others: the keys of the last tile are read one by one.
-        part: tl.constexpr = BN // RAGGED
-        ragged = (held * part, tl.minimum(end * part, tl.cdiv(count, RAGGED)), 0, 0)
+        BR: tl.constexpr = 32 if BN > 32 else BN
+        part: tl.constexpr = BN // BR
+        ragged = tl.minimum(end * part, tl.cdiv(count, BR))
         acc, m, l = sweep(  # noqa: E741
-            acc, m, l, b_q, rows, (start, count, 0), ragged, store, lists, tiles, numbers,
-            FOUND, PAGE, False, False, causal, WINDOWED, MASKED, LISTED,
-            D, DV, BD, BDV, RAGGED, FORM, PRECISION, 1,
+            acc, m, l, b_q, rows, (start, count, 0), (held * part, ragged, ragged, ragged),
+            store, lists, tiles, numbers, FOUND, PAGE, False, causal, WINDOWED, MASKED, LISTED,
+            D, DV, BD, BDV, BR, FORM, PRECISION, 1,
         )  # fmt: skip
     return acc, m, l
 
@@ -166,7 +156,7 @@ def extend_kernel(
         limits = (0, tl.where(last_piece, tl.cdiv(fresh, BN), 0))
         rows = (o_own, p_mask + new_column, m_row)
         if NEW == "cached":
-            border = tl.load(facts + 7)
+            border = tl.load(facts + 7).to(tl.int32)
             acc, m, l = run_of_tiles(  # noqa: E741
                 acc, m, l, b_old, rows, (query_start, fresh), limits, queries,
                 (old_k, old_v, k_strides, v_strides, where, border), (places, positions, where),

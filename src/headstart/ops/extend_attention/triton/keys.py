@@ -43,18 +43,14 @@ def offsets(page, row, strides, PAGE: tl.constexpr):
 
 
 @triton.jit
-def read(base, at, m_key, channel, HELD: tl.constexpr, SIZE: tl.constexpr, BD: tl.constexpr):
-    """A tile [BN, BD] of rows at offsets `at`; HELD: whether every row is there."""
+def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr):
+    """A tile [BN, BD] of the rows that begin at p_row [BN]; channel: stride, or one a row."""
     o_d = tl.arange(0, BD)
-    pointers = base + at[:, None] + (o_d * channel)[None, :]
-    if HELD and SIZE == BD:
-        b_x = tl.load(pointers)
-    else:
-        mask = (o_d < SIZE)[None, :]
-        if not HELD:
-            mask = mask & m_key[:, None]
-        b_x = tl.load(pointers, mask=mask, other=0)
-    return b_x
+    pointers = p_row[:, None] + o_d[None, :] * channel
+    mask = m_key[:, None]
+    if SIZE < BD:
+        mask = mask & (o_d < SIZE)[None, :]
+    return tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit

@@ -84,8 +84,9 @@ def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> 
         "D": shape.D, "DV": shape.DV, "BD": padded(shape.D), "BDV": padded(shape.DV),
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "PIECE": config.piece, "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
-        "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "", "LISTED": False,
-        "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False, "FORM": "plain",
+        "CACHE_DESCRIBED": False, "UNIT": True, "CAUSAL": True, "WINDOWED": False, "MASK": "",
+        "LISTED": False, "BLOCK": config.piece, "SCALES": False, "WIDE": False,
+        "HAS_SINKS": False, "HAS_LSE": False, "FORM": "plain",
         "PRECISION": precision(shape.dtype, target.backend),
         "BH": max(1, min(1024 // padded(shape.DV), shape.HQ)),
     }  # fmt: skip
@@ -143,6 +144,7 @@ def compiled(
         num_stages=config.stages,
         has_product=True,
         attrs=attrs,
+        options={"maxnreg": config.registers} if config.registers else {},
     )
 
 
@@ -153,8 +155,11 @@ def kernels(target: Target) -> list[StaticKernel]:
         for switch, changed in SWITCHES.items():
             if shape is not SHAPES[0] and switch not in ("", "win", "pages"):
                 continue
-            windowed = bool(changed.get("WINDOWED"))
-            config = configuration(shape.D, shape.DV, shape.dtype, windowed, target.backend)
+            config = configuration(
+                shape.D, shape.DV, shape.dtype,
+                windowed=bool(changed.get("WINDOWED")), masked=bool(changed.get("MASK")),
+                backend=target.backend,
+            )  # fmt: skip
             chosen = constants(shape, config, target, **changed)
             name = f"extend-{shape.name}{'-' + switch if switch else ''}"
             found.append(compiled(extend_kernel, name, shape, config, target, chosen))

@@ -47,30 +47,29 @@ def score(b_q, b_k, inner, FORM: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def hide(
-    b_s, rows, low, run, window, HELD: tl.constexpr,
+    b_s, rows, low, run, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf where a row does not see a key; the tile begins at key `low` of the run.
 
     rows: (position, pointer to key 0's entry in a custom mask, whether to read it), all [BM].
-    HELD: whether all BN rows of the tile are keys of the run. Bounds are counted from the tile's
-    first key, so that each costs one comparison.
+    Bounds are counted from the tile's first key, so that each costs one comparison.
     """
     o_own, p_mask, seen = rows
     start, count = run
     o_c = tl.arange(0, b_s.shape[1])[None, :]
+    base = start + low
+    lower = -low
     upper = count - 1 - low
     if CAUSAL and not MASKED:
-        upper = tl.minimum(o_own - (start + low), upper)[:, None]
-    if not HELD or (CAUSAL and not MASKED):
-        b_s = tl.where(o_c <= upper, b_s, NOTHING)
+        upper = tl.minimum(o_own - base, upper)[:, None]
     if WINDOWED:
-        b_s = tl.where(o_c > (o_own - (start + low) - window)[:, None], b_s, NOTHING)
+        lower = tl.maximum(o_own - base - window + 1, lower)[:, None]
+    m_seen = (o_c >= lower) & (o_c <= upper)
     if MASKED:
-        m_entry = seen[:, None] & (o_c < count - low)
-        entries = tl.load(p_mask[:, None] + (low + o_c), mask=m_entry, other=0)
-        b_s = tl.where(entries != 0, b_s, NOTHING)
-    return b_s
+        p_entry = p_mask[:, None] + (low + o_c)
+        m_seen = m_seen & (tl.load(p_entry, mask=m_seen & seen[:, None], other=0) != 0)
+    return tl.where(m_seen, b_s, NOTHING)
 
 
 @triton.jit
@@ -95,31 +94,27 @@ def hide_listed(
 @triton.jit
 def sweep(
     acc, m, l, b_q, rows, run, span, store, lists, tiles, numbers,  # noqa: E741
-    FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr, CLEAR: tl.constexpr,
+    FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Absorb tiles [begin, end) of one run of keys, of which `skipped` from `hole` on are left out.
+    """Absorb tiles of one run of keys, from left to right.
 
-    CLEAR: whether nothing is to be hidden in them. DESCRIBED: whether they are read through
-    descriptors; then every row of them must be a key of the run.
-    rows: (o_own, p_mask, seen) of the tile's rows. run: (start, count, origin). span: (begin, end,
-    hole, skipped). store: (k, v, their strides, where, number of the run's first key there).
-    lists: (places, positions, entry). tiles: (k, v, their columns) as descriptors. numbers:
-    (window, inner, factor).
+    DESCRIBED: whether they are read through descriptors; then every row of them must be a key of
+    the run. rows: (position, pointer into a custom mask, whether to read it). run: (start, count,
+    origin). span: (begin, end, first and past the last clear tile). store: (k, v, their strides,
+    where, number of the run's first key there). lists: (places, positions, entry). tiles: (k, v,
+    their columns) as descriptors. numbers: (window, inner, factor).
     """
     start, count, origin = run
-    begin, end, hole, skipped = span
+    begin, end, clear_begin, clear_end = span
     k, v, k_strides, v_strides, where, number = store
     places, positions, entry = lists
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
     dtype: tl.constexpr = b_q.dtype
-    for i in tl.range(begin, end, num_stages=STAGES):
-        tile = i
-        if not CLEAR:
-            tile = i + tl.where(i >= hole, skipped, 0)
+    for tile in tl.range(begin, end, num_stages=STAGES):
         low = tile * BN - origin
         o_key = low + tl.arange(0, BN)
         m_key = (o_key >= 0) & (o_key < count)
@@ -132,18 +127,90 @@ def sweep(
             b_k = k_tiles.load([row, k_column])
         else:
             page, row = find(places, where, number + o_key, m_key, FOUND, PAGE)
-            at = offsets(page, row, k_strides, PAGE)
-            b_k = read(k, at, m_key, k_strides[2], CLEAR, D, BD)
+            b_k = read(k + offsets(page, row, k_strides, PAGE), m_key, k_strides[2], D, BD)
         b_s = score(b_q, operand(b_k, dtype), inner, FORM, PRECISION)
         if LISTED:
             o_position = tl.load(positions + entry + o_key, mask=m_key, other=0)
             b_s = hide_listed(b_s, rows, low, count, o_position, window, CAUSAL, WINDOWED, MASKED)
-        elif not CLEAR:
-            b_s = hide(b_s, rows, low, (start, count), window, DESCRIBED, CAUSAL, WINDOWED, MASKED)
+        elif (tile < clear_begin) | (tile >= clear_end):
+            b_s = hide(b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED)
         if DESCRIBED:
             b_v = v_tiles.load([row, v_column])
         else:
-            at = offsets(page, row, v_strides, PAGE)
-            b_v = read(v, at, m_key, v_strides[2], CLEAR, DV, BDV)
+            b_v = read(v + offsets(page, row, v_strides, PAGE), m_key, v_strides[2], DV, BDV)
         acc, m, l = absorb(acc, m, l, b_s, operand(b_v, dtype), factor, PRECISION)  # noqa: E741
+    return acc, m, l
+
+
+@triton.jit
+def sweep_both(
+    acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column, numbers,  # noqa: E741
+    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Absorb tiles at absolute positions, whichever run each of their keys is of.
+
+    old_run, new_run: (position of the first key, count). old: (k, v, their strides, where, number
+    of the first new key); new: (k, v, their strides, packed row of the first new key). new_column:
+    column of the first new key in a custom mask. UNIT: whether channels of the cache lie side by
+    side. The rest as for `sweep`.
+    """
+    o_own, p_mask, seen = rows
+    old_k, old_v, old_k_strides, old_v_strides, where, border = old
+    new_k, new_v, new_k_strides, new_v_strides, first_row = new
+    begin, end = span
+    window, inner, factor = numbers
+    dtype: tl.constexpr = b_q.dtype
+    o_c = tl.arange(0, BN)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        low = tile * BN
+        o_old, o_new = low + o_c - old_run[0], low + o_c - new_run[0]
+        m_old = (o_old >= 0) & (o_old < old_run[1])
+        m_new = (o_new >= 0) & (o_new < new_run[1])
+        m_key = m_old | m_new
+        if FOUND != "":
+            o_number = o_old
+            if NEW == "cached":
+                o_number = tl.where(m_new, border + o_new, o_old)
+            page, row = find(places, where, o_number, m_key, FOUND, PAGE)
+            p_k = old_k + offsets(page, row, old_k_strides, PAGE)
+            p_v = old_v + offsets(page, row, old_v_strides, PAGE)
+            if NEW == "packed":
+                p_k = tl.where(m_new, new_k + (first_row + o_new) * new_k_strides[0], p_k)
+                p_v = tl.where(m_new, new_v + (first_row + o_new) * new_v_strides[0], p_v)
+            k_channel, v_channel = 1, 1
+            if not UNIT:
+                packed = m_new & (NEW == "packed")
+                k_channel = tl.where(packed, 1, old_k_strides[2])[:, None]
+                v_channel = tl.where(packed, 1, old_v_strides[2])[:, None]
+        else:
+            p_k = new_k + (first_row + o_new) * new_k_strides[0]
+            p_v = new_v + (first_row + o_new) * new_v_strides[0]
+            k_channel, v_channel = 1, 1
+        b_k = operand(read(p_k, m_key, k_channel, D, BD), dtype)
+        b_s = score(b_q, b_k, inner, FORM, PRECISION)
+        # Bounds are counted from the tile's first key, so that each costs one comparison.
+        m_seen = m_key[None, :]
+        if CAUSAL and MASK == "":
+            m_seen = m_seen & (o_c[None, :] <= (o_own - low)[:, None])
+        if MASK != "":
+            m_entry = m_key
+            o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
+            if MASK == "new":
+                m_entry = m_new
+            p_entry = p_mask[:, None] + o_column[None, :]
+            m_shown = tl.load(p_entry, mask=seen[:, None] & m_entry[None, :], other=0) != 0
+            if MASK == "new":
+                m_prefix = m_old[None, :]
+                if CAUSAL:
+                    m_prefix = m_prefix & (o_c[None, :] <= (o_own - low)[:, None])
+                m_shown = m_shown | m_prefix
+            m_seen = m_seen & m_shown
+        if WINDOWED:
+            m_seen = m_seen & (o_c[None, :] > (o_own - low - window)[:, None])
+        b_s = tl.where(m_seen, b_s, NOTHING)
+        b_v = operand(read(p_v, m_key, v_channel, DV, BDV), dtype)
+        acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l
