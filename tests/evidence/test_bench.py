@@ -288,7 +288,7 @@ def test_simulate_prints_coverage_and_width():
 def test_stages_run_every_variant_and_compare():
     case = cases.get("gdn-1x128-small")
     found = stages_of_case(
-        case, ["torch", "reference", "fa4"], device=CPU, against="reference", rounds=3
+        case, ["torch", "headstart", "fa4"], device=CPU, against="headstart", rounds=3
     )
     mine = {one.variant: one for one in found if one.arm == "torch"}
     assert set(mine) == {words for words, _ in variants(case, "torch")}
@@ -302,7 +302,7 @@ def test_stages_run_every_variant_and_compare():
         assert one.copies_to_host == 0
         assert sum(stage.microseconds for stage in one.stages) == pytest.approx(one.device_us)
         assert one.against.rounds == 3
-    (base,) = (one for one in found if one.arm == "reference" and one.variant == "the case")
+    (base,) = (one for one in found if one.arm == "headstart" and one.variant == "the case")
     assert base.against is None
     (unfit,) = (one for one in found if one.arm == "fa4")
     assert unfit.sentence.startswith("declined: ")

@@ -267,6 +267,28 @@ def test_nobody_wins_within_the_noise(tmp_path):
     for noise, winner in (((1.0, 0.96, 1.04), "neither"), ((1.0, 0.98, 1.02), "**fla**")):
         path = made.write(tmp_path, "a", "bench", [made.timed("gdn-next-8k", *arms(noise))])
         assert row_of(report.markdown(report.read_runs([path])), "gdn-next-8k")[-2] == winner
+        assert ('<td class="win' in page_of(path)) == (winner != "neither")
+
+
+def test_what_is_compared_with_headstart_comes_first(tmp_path):
+    revisions = made.timed("gdn-next-8k", made.arm("HEAD", 1.0), made.arm("main~5", 1.1))
+    first = made.write(tmp_path, "a", "bench", [revisions], created=made.MADE - timedelta(days=1))
+    page = page_of(first, made.write(tmp_path, "b", "bench", made.bench()))
+    titles = re.findall(r"<h2>(Times[^<]*?) ?<", page)
+    assert titles == ["Times: Gated delta rule", "Times: Gated delta rule, to HEAD",
+                      "Times: Extend attention"]  # fmt: skip
+
+
+def test_a_peer_that_is_wrong_is_counted_and_ours_fails(tmp_path):
+    def verdict(name):
+        wrong = made.arm(name, None, status="wrong", sentence="o: relative 0.01 > 0.005")
+        found = [made.timed("gdn-next-8k", made.arm("headstart", 1.0), wrong)]
+        return section(page_of(made.write(tmp_path, "a", "bench", found)), "verdicts")
+
+    assert "wrong or failed: 0 of ours, 1 of peers" in verdict("fla")
+    assert '<li class="good">' in verdict("fla")
+    assert "wrong or failed: 1 of ours, 0 of peers" in verdict("main~5")
+    assert '<li class="bad">' in verdict("main~5")
 
 
 def test_a_first_arm_that_fails_loses(tmp_path):

@@ -62,8 +62,8 @@ def test_it_asks_for_nothing_and_complains_of_nothing(seen, file):
 def test_key_numbers_can_be_read(seen):
     shown = seen.inner_text("main")
     for words in (
-        "0 of 120 tensors differ", "35 arms timed on 9 cases", "0.941 [0.922, 0.960]", "SURVIVES",
-        "2500%", "13.7 x", "97.7%", "0123456789ab",
+        "0 of 120 tensors differ", "35 arms right and timed on 9 cases", "0.941 [0.922, 0.960]",
+        "SURVIVES", "2500%", "13.7 x", "97.7%", "0123456789ab",
     ):  # fmt: skip
         assert words in shown, words
     folded = seen.locator("details", has_text="How it was timed").first

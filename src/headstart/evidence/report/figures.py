@@ -293,7 +293,7 @@ def stage_figure(found: Sequence[StagesResult], name: str) -> Markup | None:
 
 
 def _row_height(rows: int, arms: float) -> float:
-    return max(1.1 + rows * (0.16 + 0.09 * arms), 1.9)
+    return max(1.1 + rows * (0.16 + 0.07 * arms), 1.9)
 
 
 def _offset(place: int, count: int) -> float:

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from headstart.evidence import runs
+from headstart.evidence.arms import OURS
 from headstart.evidence.benching import NOISE, ArmResult, CaseResult
+from headstart.evidence.cases import OPERATIONS
 from headstart.evidence.mutants import Found
 from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
@@ -52,6 +54,9 @@ KINDS: dict[str, Any] = {
     "simulate": Promise,
 }
 """Kind of a run -> what one of its results is, in the order in which a report tells them."""
+
+MAIN = OURS[0]
+"""The arm that is what a user gets: what is compared with it comes first."""
 
 M = TypeVar("M")
 
@@ -153,21 +158,28 @@ class Benched:
         others = [arm for arm in self.timed if arm.ratio is not None]
         return sorted(others, key=lambda arm: arm.ratio.ratio)  # type: ignore[union-attr]
 
+    def clear(self, arm: ArmResult) -> str:
+        """Whether an arm is "faster" or "slower" than the first, or "level" with it.
+
+        Level is where the interval of their ratio holds 1, or meets that of the first arm against
+        itself.
+        """
+        again = self.noise.ratio if self.noise is not None else None
+        ratio = arm.ratio
+        if ratio is None or arm.arm == NOISE:
+            return "level"
+        if again is not None and ratio.low <= again.high and again.low <= ratio.high:
+            return "level"
+        return ratio.decided
+
     @property
     def winner(self) -> str | None:
-        """The faster of the first arm and its fastest rival; None where neither is clearly.
-
-        Neither is where the interval of their ratio holds 1, or meets that of the first arm
-        against itself.
-        """
+        """The faster of the first arm and its fastest rival; None where neither is clearly."""
         if not self.rivals:
             return None
-        ratio = self.rivals[0].ratio
-        again = self.noise and self.noise.ratio
-        assert ratio is not None
-        if again is not None and ratio.low <= again.high and again.low <= ratio.high:
-            return None
-        return {"faster": self.rivals[0].arm, "slower": self.first.arm}.get(ratio.decided)
+        return {"faster": self.rivals[0].arm, "slower": self.first.arm}.get(
+            self.clear(self.rivals[0])
+        )
 
 
 def benched(files: Sequence[RunFile]) -> dict[tuple[str, str, str], list[Benched]]:
@@ -180,7 +192,13 @@ def benched(files: Sequence[RunFile]) -> dict[tuple[str, str, str], list[Benched
     groups: dict[tuple[str, str, str], list[Benched]] = {}
     for (device, op, arm, _), one in latest.items():
         groups.setdefault((device, op, arm), []).append(one)
-    return groups
+    order = sorted(groups, key=lambda key: (key[0], _place(key[1]), key[2] != MAIN))
+    return {key: groups[key] for key in order}
+
+
+def _place(op: str) -> int:
+    """Where an operation stands among the catalogue's; unknown ones last."""
+    return OPERATIONS.index(op) if op in OPERATIONS else len(OPERATIONS)
 
 
 def arm_names(group: Sequence[Benched]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from headstart.evidence.arms import PEERS
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
 
@@ -71,11 +72,11 @@ def _mutants(found: list[Any]) -> tuple[str, bool]:
 def _bench(found: list[Any]) -> tuple[str, bool]:
     arms = [arm for case in found for arm in case.arms]
     timed = sum(arm.status == "timed" for arm in arms)
-    bad = sum(arm.status in ("wrong", "failed") for arm in arms)
-    return (
-        f"{timed:,} arms timed on {_count(found, 'case')}, {bad:,} wrong or failed",
-        bool(bad),
-    )
+    bad = [arm.arm in PEERS for arm in arms if arm.status in ("wrong", "failed")]
+    sentence = f"{timed:,} arms right and timed on {_count(found, 'case')}"
+    if bad:
+        sentence += f"; wrong or failed: {bad.count(False):,} of ours, {bad.count(True):,} of peers"
+    return sentence, False in bad
 
 
 def _stages(found: list[Any]) -> tuple[str, bool]:

@@ -57,15 +57,14 @@ def number(value: float | None, form: str) -> Cell:
     return NONE if value is None else Cell(format(value, form))
 
 
-def interval(ratio: Ratio | None) -> Cell:
-    """A ratio with its 95 % interval, marked where it says faster.
+def interval(ratio: Ratio | None, tone: str = "") -> Cell:
+    """A ratio with its 95 % interval.
 
     >>> interval(Ratio(ratio=0.9, low=0.85, high=0.95, wins=9, rounds=9)).text
     '0.900 [0.850, 0.950]'
     """
     if ratio is None:
         return NONE
-    tone = "win" if ratio.decided == "faster" else ""
     return Cell(f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", tone)
 
 
@@ -88,7 +87,7 @@ def times(group: Sequence[Benched]) -> Table:
                     Cell(arm.status, "" if arm.status == "timed" else _tone(arm.status)),
                     number(arm.median_ms, ".4f"),
                     number(one.floors(arm), ".1f"),
-                    interval(arm.ratio),
+                    interval(arm.ratio, "win" if one.clear(arm) == "faster" else ""),
                     NONE if arm.ratio is None else f"{arm.ratio.wins}/{arm.ratio.rounds}",
                     number(None if arm.host_ms is None else 1000 * arm.host_ms, ".0f"),
                     number(arm.wall_ms, ".4f"),
