@@ -172,13 +172,16 @@ def verifications() -> list[Verification]:
 
 
 def mutants() -> list[Found]:
-    """Killed clearly, killed barely, seen by bits alone, and one that survives."""
+    """Killed clearly, killed barely, seen by bits alone, explained, and one that survives."""
 
-    def one(name: str, excess: float, cosine: bool | None, killed: str | None) -> Found:
+    def one(
+        name: str, excess: float, cosine: bool | None, killed: str | None, **more: Any
+    ) -> Found:
         return Found(
             mutant=name, fault=f"The {name} is wrong.", op="gated_delta_rule", device="cpu",
             implementation="torch", pitfall=None, file="gated_delta_rule/chunk_scan.py", old="a",
             new="b", killed_by=killed, excess=excess, cosine_passes=cosine, checks=1, seconds=1.2,
+            **more,
         )  # fmt: skip
 
     return [
@@ -186,6 +189,7 @@ def mutants() -> list[Found]:
         one("mask-dropped", 8200.0, False, "ragged rows"),
         one("last-decay", 1.6, True, "rule at 1,200 tokens"),
         one("bits-differ", float("inf"), None, "bits of a hit"),
+        one("same-sum", 0.0, None, None, generated=True, equivalent="Adds nothing."),
         one("nobody-looks", 0.0, None, None),
     ]
 

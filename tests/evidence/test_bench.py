@@ -1,9 +1,12 @@
 """`headstart bench`: arms that are right are timed, all others are reported."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,6 +280,16 @@ def test_mistakes_give_one_line(arguments, words):
     assert result.stdout == ""
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_commands_of_the_document_are_commands():
+    document = (Path(__file__).parents[2] / "docs/bench.md").read_text()
+    lines = re.findall(r"^\$ headstart (.*)$", document, re.M)
+    assert len(lines) >= 6
+    for line in lines:
+        # Options are parsed before help is shown.
+        result = CliRunner().invoke(headstart, [*shlex.split(line), "--help"])
+        assert result.exit_code == 0, f"{line}: {result.output}"
 
 
 def test_simulate_prints_coverage_and_width():

@@ -61,6 +61,7 @@ def test_a_page_shows_every_kind_of_run(whole):
         "oss-16k-win hopper o WRONG 2500%",
         "0 of 120 tensors differ",
         "nobody-looks SURVIVES",
+        "same-sum equivalent - not asked The same-sum is wrong. Equivalent: Adds nothing.",
         "carry-scaled rule at 1,200 tokens 13.7 x lets it live",
         "spills 40 vector words, allowed 0",
         "an arm against itself: 1 held in 95.5%",
@@ -194,6 +195,13 @@ def test_only_what_beats_the_first_arm_is_marked(whole):
     assert marked == ["0.941 [0.922, 0.960]", "0.969 [0.950, 0.989]"]
 
 
+def test_an_explained_survivor_fails_nothing(tmp_path):
+    explained = [one for one in made.mutants() if one.killed_by or one.equivalent]
+    page = page_of(made.write(tmp_path, "a", "mutants", explained))
+    assert '<li class="good">' in section(page, "verdicts")
+    assert "4 of 5 killed, 1 explained as equivalent; a cosine gate lets 2" in text_of(page)
+
+
 def test_values_are_escaped(tmp_path):
     bad = [one.model_copy(update={"fault": "<script>alert(1)</script> & more"})
            for one in made.mutants()]  # fmt: skip
@@ -253,7 +261,7 @@ def test_the_table_names_the_winner(all_runs):
     ]  # fmt: skip
     assert f"on {made.DEVICE}" in table
     assert "- fa4: sinks rounded to bfloat16" in table
-    assert "| mutants | Imaginary C1, 2 cores | **fails**: 4 of 5 killed" in table
+    assert "| mutants | Imaginary C1, 2 cores | **fails**: 4 of 6 killed, 1 explained as" in table
 
 
 def test_nobody_wins_within_the_noise(tmp_path):

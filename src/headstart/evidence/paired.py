@@ -5,7 +5,7 @@ median over rounds of time / time of the same round, so what drifts slower than 
 heat, neighbours) cancels, and what follows from an arm's place in the order is spread over all.
 
 The interval is a percentile bootstrap over rounds. A bias-corrected one needs the jackknife of the
-median, which takes two or three values only; `headstart bench --simulate` shows both against a
+median, which takes two or three values only; `headstart bench simulate` shows both against a
 clock whose truth is known, and the percentile form keeps its coverage.
 """
 

@@ -62,11 +62,13 @@ def _tiles(found: list[Any]) -> tuple[str, bool]:
 
 def _mutants(found: list[Any]) -> tuple[str, bool]:
     killed = [one for one in found if one.killed_by is not None]
+    alive = [one for one in found if one.killed_by is None]
+    explained = sum(one.equivalent is not None for one in alive)
     blind = sum(one.cosine_passes is True for one in killed)
-    return (
-        f"{len(killed):,} of {len(found):,} killed; a cosine gate lets {blind:,} of them live",
-        len(killed) < len(found),
-    )
+    sentence = f"{len(killed):,} of {len(found):,} killed"
+    if explained:
+        sentence += f", {explained:,} explained as equivalent"
+    return f"{sentence}; a cosine gate lets {blind:,} of them live", explained < len(alive)
 
 
 def _bench(found: list[Any]) -> tuple[str, bool]:

@@ -205,19 +205,26 @@ def mutants(found: Sequence[Found]) -> Table:
     rows = [
         (
             one.mutant,
-            Cell(one.killed_by) if one.killed_by else Cell("SURVIVES", "bad"),
+            _end(one),
             NONE if one.killed_by is None else _factor(one.excess),
             gate[one.cosine_passes],
-            one.fault,
+            one.fault + (f" Equivalent: {one.equivalent}" if one.equivalent else ""),
             one.op,
             one.implementation,
+            "generated" if one.generated else "listed",
             one.device,
         )
         for one in sorted(found, key=lambda one: one.killed_by is not None)
     ]
     columns = ("mutant", "killed by", "over tolerance", "a cosine gate", "fault", "operation",
-               "implementation", "device")  # fmt: skip
+               "implementation", "kind", "device")  # fmt: skip
     return table("Known-bad builds", columns, rows)
+
+
+def _end(one: Found) -> Cell:
+    if one.killed_by is not None:
+        return Cell(one.killed_by)
+    return Cell("SURVIVES", "bad") if one.equivalent is None else Cell("equivalent", "quiet")
 
 
 def tile_counts(found: Sequence[Count]) -> Table:
