@@ -1,5 +1,6 @@
 """Adapters of peers hand over what the peers' sources ask for: each computes the case rightly."""
 
+import functools
 import os
 import sys
 import types
@@ -108,6 +109,25 @@ def test_fla_runs_its_own_kernels(peers, monkeypatch):
         monkeypatch.setenv(variable, "1")
     arms.build("fla", cases.get("gdn-1x1-small"), CPU)
     assert {os.environ[f"FLA_{name}"] for name in ("FLASH_QLA", "FLASH_KDA", "TILELANG")} == {"0"}
+
+
+def test_transformers_runs_its_own_operations(monkeypatch):
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    calls = []
+
+    @functools.wraps(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    def kernel_of_another_library(*args, **kwargs):
+        calls.append(args)
+
+    monkeypatch.setattr(
+        modeling_qwen3_next, "torch_chunk_gated_delta_rule", kernel_of_another_library
+    )
+    case = cases.get("gdn-1x128-small")
+    arm = arms.build("transformers", case, CPU)
+    found = check(arm, case, arm.outputs(arm.call()), truths(case.id))
+    assert [failure for one in found for failure in one.failures] == []
+    assert not calls
 
 
 def test_sglang_gets_no_slot_before_the_window(peers):

@@ -28,8 +28,11 @@ def build(case: Case, device: torch.device, seed: int) -> Arm:
         return seen if window is None else seen & (key_place[j] > place[i] - window)
 
     mask = create_block_mask(sees, None, None, len(owner), len(key_owner), device=str(device))
-    compiled = device.type == "cuda"
-    attend = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    compiled, attend = device.type == "cuda", flex_attention
+    if compiled:
+        # Each case compiles anew; past a limit of compiled forms PyTorch would run uncompiled.
+        torch.compiler.reset()
+        attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     # The note says it.
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     q, k, v = (rows.transpose(0, 1)[None] for rows in (inputs.q, inputs.k, inputs.v))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from headstart.evidence.arms import Arm, Unfit, peer
@@ -21,6 +23,8 @@ def build(case: Case, device: torch.device, seed: int) -> Arm:
     (rule,) = peer(
         "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
     )
+    # What newer versions wrap it in runs fla's kernel where fla is installed.
+    rule = inspect.unwrap(rule)
     ratio = inputs.case.HV // inputs.case.H
     rows = (
         inputs.q.repeat_interleave(ratio, dim=1),
