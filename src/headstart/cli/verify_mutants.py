@@ -26,8 +26,8 @@ LEAST_KILLED = 0.9
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
 @device_option
 @click.option("--generated", type=click.IntRange(min=0), metavar="N",
-              help=f"Draw so many more; default: {GENERATED}, and none beside a MUTANT or for the "
-              "reference.")  # fmt: skip
+              help=f"Draw so many more; default: {GENERATED} of what runs on a CPU as it is, none "
+              "beside a MUTANT.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated ones.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True,
               help="Processes, a thread each.")  # fmt: skip
@@ -65,7 +65,8 @@ def mutants(
     where = str(place(device))
     picked = chosen(op, implementation, device=where, names=names)
     if generated is None:
-        generated = 0 if names or implementation == "reference" else GENERATED
+        usual = implementation in ("all", "torch") and where == "cpu" and not names
+        generated = GENERATED if usual else 0
     spare = iter(())
     if generated:
         more, spare = drawn(generated, op, implementation, device=where, seed=seed)

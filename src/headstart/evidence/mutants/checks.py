@@ -26,14 +26,21 @@ CHECKS: dict[str, Check] = {
 """Name -> check."""
 
 _HISTORIES = ("layer", "transcripts")
+_FEWER = ("bits of", "transcripts", "attention long", "tile bounds")
+"""How checks begin that kernels are not asked as a rule: minutes in the interpreter."""
+_KERNEL_BITS = ("bits of splits", "bits of drafts", "bits of plain normalised")
+
+
+def _kernels(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in names if not name.startswith(_FEWER))
+
+
 GENERAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("gated_delta_rule", "torch"): (*RULE_CHECKS, *TOKEN_CHECKS),
     ("extend_attention", "torch"): tuple(ATTENTION_CHECKS),
     ("convolution", "torch"): (*CONVOLUTION_CHECKS, *_HISTORIES),
-    ("gated_delta_rule", "triton"): (*RULE_CHECKS, *KERNEL_CHECKS),
-    ("extend_attention", "triton"): tuple(
-        name for name in ATTENTION_CHECKS if name != "tile bounds"
-    ),
-    ("convolution", "triton"): (*CONVOLUTION_CHECKS, *_HISTORIES),
+    ("gated_delta_rule", "triton"): (*_kernels(*RULE_CHECKS, *KERNEL_CHECKS), *_KERNEL_BITS),
+    ("extend_attention", "triton"): _kernels(*ATTENTION_CHECKS),
+    ("convolution", "triton"): (*CONVOLUTION_CHECKS, "layer"),
 }
 """(operation, implementation) -> the checks of a build of which nobody said what is wrong."""

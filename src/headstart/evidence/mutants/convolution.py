@@ -1,7 +1,5 @@
 """Named mutants of the short convolution, of the gated norm and of the histories they keep."""
 
-# ruff: noqa: E501 (edits quote lines as they stand)
-
 from __future__ import annotations
 
 from functools import partial
@@ -11,7 +9,7 @@ from headstart.evidence.mutants.record import Mutant
 _mutant = partial(Mutant, op="convolution", implementation="torch")
 TORCH = "convolution/decomposed.py"
 HISTORIES = "convolution/histories.py"
-KERNEL = "convolution/triton/convolve.py"
+_kernel = partial(_mutant, implementation="triton", file="convolution/triton/convolve.py")
 
 MUTANTS = (
     _mutant(
@@ -100,31 +98,56 @@ MUTANTS = (
         new="            normed *= other.copy_(gate[place])",
         checks=("norm",),
     ),
-    _mutant(
+    _kernel(
         name="convolution-kernel-history-not-read",
         fault="The kernel's first rows see zeros in place of the history.",
         pitfall=61,
-        implementation="triton",
-        file=KERNEL,
         old="        b_x = tl.where(since >= 0, b_x, tl.load(p_old, mask=m_c & seen, other=0.0))",
         new="        b_x = tl.where(since >= 0, b_x, 0.0)",
         checks=("convolution",),
     ),
-    _mutant(
-        name="convolution-kernel-tail-written",
-        fault="Rows past a sequence's end are written.",
-        implementation="triton",
-        file=KERNEL,
-        old="                    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_c & (t + u < stop))",
-        new="                    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_c & (t + u <= stop)"
-        ")",
+    _kernel(
+        name="convolution-kernel-stale-history",
+        fault="A new sequence in a used slot sees the inputs of the one before.",
+        pitfall=64,
+        old="            seen = seen & (start + since >= 0)\n",
+        new="",
+        checks=("convolution reused slots",),
+    ),
+    _kernel(
+        name="convolution-kernel-ring-off-by-one",
+        fault="The ring is read one column late.",
+        pitfall=64,
+        old="            column = (start + since) % old_columns",
+        new="            column = (start + since + 1) % old_columns",
+        checks=("convolution reused slots", "layer"),
+    ),
+    _kernel(
+        name="convolution-kernel-present-ignored",
+        fault="A slot that holds another sequence's history is read.",
+        pitfall=64,
+        old="        readable = readable & (tl.load(present + n, mask=live, other=0) != 0)\n",
+        new="        readable = readable & live\n",
+        checks=("convolution pool",),
+    ),
+    _kernel(
+        name="convolution-kernel-snapshot-late",
+        fault="A snapshot keeps the inputs one token late.",
+        old="        there = position - (WIDTH - 1 - w)",
+        new="        there = position - (WIDTH - 2 - w)",
         checks=("convolution",),
     ),
-    _mutant(
+    _kernel(
+        name="convolution-kernel-rows-of-nobody",
+        fault="Rows past the last sequence stay as they are.",
+        pitfall=8,
+        old="        for t in range(tl.minimum(rows, tokens - begin)):",
+        new="        for t in range(0):",
+        checks=("convolution under a capacity",),
+    ),
+    _kernel(
         name="convolution-kernel-last-tap-dropped",
         fault="The newest input does not enter.",
-        implementation="triton",
-        file=KERNEL,
         old="                    for w in tl.static_range(1, WIDTH):",
         new="                    for w in tl.static_range(1, WIDTH - 1):",
         checks=("convolution",),
@@ -136,6 +159,14 @@ MUTANTS = (
         file="convolution/triton/norm.py",
         old="    mean = tl.sum(b_x * b_x, axis=1) / size",
         new="    mean = tl.sum(b_x * b_x, axis=1) / BD",
+        checks=("norm",),
+    ),
+    _kernel(
+        name="convolution-kernel-norm-gate-before",
+        fault="The norm's gate is not activated.",
+        file="convolution/triton/norm.py",
+        old="        b_active = b_gate / (1.0 + tl.exp(-b_gate))",
+        new="        b_active = b_gate",
         checks=("norm",),
     ),
 )

@@ -28,7 +28,7 @@ SIZING = ("bytes", "layout", "shapes", "copies", "_buffers")
 """How names of functions end that say how much memory a call takes."""
 NO_RESULTS = {
     "block_rows", "_block", "batch_size", "group_units", "_units", "rows_of_a_program", "tiling",
-    "_norm_rows", "_extents", "with_room", "bounds", "_bounds",
+    "rule", "configuration", "_norm_rows", "_extents", "with_room", "bounds", "_bounds",
 }  # fmt: skip
 """Functions that choose how much is computed or kept at once, or what slots to refuse."""
 

@@ -40,7 +40,7 @@ MUTANTS = (
         file=SCAN,
         old="        whole = tl.load(from_start + tile * 64 + 63)",
         new="        whole = tl.load(from_start + tile * 64 + 62)",
-        checks=("rule",),
+        checks=("rule mild decays",),
     ),
     _mutant(
         name="kernel-state-rounded",

@@ -45,6 +45,7 @@ class Verdict(Record):
     failure: str | None = None
     excess: float = 0.0
     cosine_passes: bool | None = None
+    declined: bool = False
     seconds: float = 0.0
 
 

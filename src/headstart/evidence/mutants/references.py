@@ -71,8 +71,8 @@ MUTANTS = (
         name="reference-value-head",
         fault="Values are those of the first key head.",
         pitfall=41,
-        old="v[seen, h // group], call.scale",
-        new="v[seen, 0], call.scale",
+        old="v_seen[:, at], call.scale",
+        new="v_seen[:, 0], call.scale",
     ),
 )
 """Each judged by neighbours alone."""

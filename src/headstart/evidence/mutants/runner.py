@@ -208,7 +208,10 @@ def expect_sound(
     jobs: int,
     package: Path = PACKAGE,
 ) -> dict[tuple[str, str], float]:
-    """Seconds of every (implementation, check) on the unedited package; ValueError if one fails."""
+    """Seconds of every (implementation, check) on the unedited package; ValueError if one fails.
+
+    Checks of what the implementation declines are left out: they say nothing.
+    """
     wanted: dict[str, list[str]] = {}
     for mutant in mutants:
         mine = wanted.setdefault(mutant.implementation, [])
@@ -220,14 +223,18 @@ def expect_sound(
         name, checks = part
         outcome = judge(None, checks, name, device, package=package, everything=True)
         for verdict in outcome.verdicts:
-            if verdict.failure is not None:
+            if verdict.failure is not None and not verdict.declined:
                 raise ValueError(
                     f"mutants: the unedited package fails {verdict.check!r} under {name}: "
                     f"{verdict.failure}"
                 )
         if outcome.ended is not None or len(outcome.verdicts) != len(checks):
             raise ValueError(f"mutants: the unedited package under {name}: {outcome.words}")
-        return {(name, verdict.check): verdict.seconds for verdict in outcome.verdicts}
+        return {
+            (name, verdict.check): verdict.seconds
+            for verdict in outcome.verdicts
+            if not verdict.declined
+        }
 
     with ThreadPoolExecutor(jobs) as pool:
         found: dict[tuple[str, str], float] = {}
@@ -260,12 +267,19 @@ def run_mutants(
         drawing = threading.Lock()
 
         def run(drawn: Mutant) -> Found:
-            mine = {check: seconds[drawn.implementation, check] for check in drawn.checks}
+            mine = {
+                check: seconds[drawn.implementation, check]
+                for check in drawn.checks
+                if (drawn.implementation, check) in seconds
+            }
+            if not mine:
+                raise ValueError(
+                    f"mutants: {drawn.name}: {drawn.implementation} declines each of its checks"
+                )
             limits = {check: max(LEAST_LIMIT, SLOWER * time) for check, time in mine.items()}
-            mutant = drawn
-            if drawn.generated:
-                # Nobody said which check reveals it: the cheapest are asked first.
-                mutant = replace(drawn, checks=tuple(sorted(mine, key=mine.__getitem__)))
+            # Nobody said which check reveals a drawn one: the cheapest are asked first.
+            order = sorted(mine, key=mine.__getitem__) if drawn.generated else mine
+            mutant = replace(drawn, checks=tuple(order))
             try:
                 found = run_mutant(mutant, device, package=package, limits=limits)
             except DoesNotLoad:

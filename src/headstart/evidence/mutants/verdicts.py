@@ -12,6 +12,7 @@ from headstart.evidence.poison import poisoned_memory
 from headstart.evidence.verify import bits, verify_case
 from headstart.evidence.verify.figures import Measured, Meter
 from headstart.evidence.verify.tolerances import Tolerance
+from headstart.runtime.dispatch import Declined
 
 
 class Check(Protocol):
@@ -20,10 +21,6 @@ class Check(Protocol):
     def run(self, implementation: str, device: str) -> Verdict:
         """The verdict; an exception is one too."""
         ...
-
-
-class Refused(Exception):
-    """The build declines what it should compute."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Values:
         """Verify the case."""
         found = verify_case(self.case, implementation, against=self.against, device=device)
         if found.declined is not None:
-            raise Refused(found.declined)
+            raise Declined(found.declined)
         return Verdict(
             check="",
             failure="; ".join(found.failures[:2]) or None,

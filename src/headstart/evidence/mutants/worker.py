@@ -56,7 +56,13 @@ def judged(name: str, implementation: str, device: str) -> Verdict:
         verdict = CHECKS[name].run(implementation, device).model_copy(update={"check": name})
     except Exception as error:
         words = " ".join(f"raised {type(error).__name__}: {error}".split())[:MOST_WORDS]
-        verdict = Verdict(check=name, failure=words, excess=float("inf"), cosine_passes=False)
+        verdict = Verdict(
+            check=name,
+            failure=words,
+            excess=float("inf"),
+            cosine_passes=False,
+            declined=isinstance(error, dispatch.Declined),
+        )
     return verdict.model_copy(update={"seconds": time.perf_counter() - began})
 
 

@@ -32,11 +32,13 @@ def run(call: ExtendCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         first = call.plan.offsets[n]
         for t in range(call.plan.lengths[n]):
             seen = visible[t].nonzero().squeeze(1)
+            k_seen, v_seen = k[seen], v[seen]
             for h in range(call.HQ):
                 q = call.q[first + t, h].to(dtype)
                 sink = None if call.sinks is None else call.sinks[h].to(dtype)
+                at = h // group
                 o[first + t, h], lse[first + t, h] = _row(
-                    q, k[seen, h // group], v[seen, h // group], call.scale, call.softcap, sink
+                    q, k_seen[:, at], v_seen[:, at], call.scale, call.softcap, sink
                 )
     return call.result(o, lse)
 
