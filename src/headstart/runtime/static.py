@@ -59,7 +59,8 @@ class StaticKernel:
 
     name: unique within its place; names the kernel, sizes, dtype and switches.
     fn: the function under `triton.jit`.
-    signature: type of every run-time argument as Triton spells it ("*bf16", "i32", "fp32").
+    signature: type of every run-time argument as Triton spells it ("*bf16", "i32", "fp32"); a
+        tuple of types for a tuple.
     constexprs: value of every other argument; a pointer that is absent is None here.
     has_product: whether matrix instructions are expected in it.
     targets: names of the targets it is for; None: all.
@@ -69,7 +70,7 @@ class StaticKernel:
 
     name: str
     fn: Any
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constexprs: Mapping[str, Any]
     num_warps: int
     num_stages: int

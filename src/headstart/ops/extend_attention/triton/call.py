@@ -26,12 +26,12 @@ from headstart.ops.extend_attention.tile_table import (
 )
 from headstart.ops.extend_attention.triton.config import (
     Config,
-    backend_of,
     configuration,
     descriptors,
     packing,
     padded,
     precision,
+    target_of,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
 from headstart.runtime.dispatch import Implementation
@@ -79,14 +79,15 @@ def configured(call: ExtendCall) -> Config:
         windowed=call.window is not None,
         masked=call.custom_mask is not None,
         reproducible=call.reproducible,
-        backend=backend_of(call.device),
+        target=target_of(call.device),
     )
 
 
 def layout(call: ExtendCall, rows: int) -> Layout:
-    """Scratch for the pieces of rows that are cut."""
-    if not rows:
+    """Scratch for the pieces of rows that are cut; at least a row, so that its type is known."""
+    if call.window is not None:
         return {}
+    rows = max(rows, 1)
     return {
         "part_acc": ((rows, call.HQ, call.DV), torch.float32),
         "part_m": ((rows, call.HQ), torch.float32),
@@ -188,7 +189,7 @@ def arguments(
         "CAUSAL": call.causal, "WINDOWED": call.window is not None,
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
-        "PRECISION": precision(q.dtype, backend_of(call.device)),
+        "PRECISION": precision(q.dtype, target_of(call.device)),
     }  # fmt: skip
     mask = call.custom_mask
     given["custom_mask"] = None if mask is None else mask.contiguous().view(torch.uint8)
@@ -306,7 +307,7 @@ def _page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:
 def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:
     """Whether whole tiles of [..., HK, D] can be read through a descriptor, one row a token."""
     fits = padded(store.shape[-1]) == store.shape[-1]
-    if not (descriptors(call.device) and fits and store.numel()):
+    if not (descriptors(target_of(call.device)) and fits and store.numel()):
         return False
     row, head, channel = store.stride()[-3:]
     aligned = all(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +26,64 @@ class Config:
     registers: int = 0
 
 
+# Kind of device -> width of a row (the wider of D and DV, padded) -> configuration.
+# Small tiles, several programs on a multiprocessor: on an H200 64 x 32 was the fastest under a
+# window of 128, 64 x 128 in two stages at width 64 and 64 x 64 in three at 128 without one. All
+# others follow from registers and shared memory alone; they were compiled, not run.
+FULL = {
+    "hopper": {
+        64: Config(64, 128, 2, 4, registers=168),
+        128: Config(64, 64, 3, 4),
+        256: Config(64, 64, 2, 8),
+        512: Config(64, 16, 3, 8),
+    },
+    "large": {
+        64: Config(64, 64, 3, 4),
+        128: Config(64, 64, 2, 4),
+        256: Config(64, 32, 2, 8),
+        512: Config(64, 16, 2, 8),
+    },
+    "small": {
+        64: Config(64, 64, 2, 4),
+        128: Config(64, 32, 2, 4),
+        256: Config(64, 32, 1, 8),
+        512: Config(32, 16, 1, 8),
+    },
+    "cdna": {
+        64: Config(64, 64, 1, 4),
+        128: Config(128, 64, 1, 8),
+        256: Config(64, 32, 1, 8),
+        512: Config(32, 32, 1, 4),
+    },
+    "rdna": {
+        64: Config(64, 32, 1, 8),
+        128: Config(32, 32, 1, 8),
+        256: Config(32, 16, 1, 8),
+        512: Config(16, 16, 1, 8),
+    },
+}
+WINDOWED = {
+    "hopper": {
+        64: Config(64, 32, 3, 4, registers=80),
+        128: Config(64, 32, 3, 4),
+        256: Config(64, 32, 2, 8),
+    },
+    "large": {64: Config(64, 32, 3, 4), 128: Config(64, 32, 2, 4)},
+    "small": {64: Config(64, 32, 2, 4)},
+    "cdna": {64: Config(64, 32, 1, 4), 128: Config(64, 32, 1, 4)},
+    "rdna": {},
+}
+"""Under a window, where it differs."""
+REPRODUCIBLE = {
+    "hopper": {64: Config(64, 64, 3, 4), 128: Config(64, 32, 3, 4), 256: Config(64, 32, 2, 8)},
+    "large": {},
+    "small": {},
+    "cdna": {},
+    "rdna": {},
+}
+"""The reproducible kernel without a window, where it differs: it holds two states of a tile."""
+
+
 def configuration(
     D: int,
     DV: int,
@@ -33,34 +92,46 @@ def configuration(
     windowed: bool,
     masked: bool = False,
     reproducible: bool = False,
-    backend: str = "cuda",
+    target: str = "cuda:90",
 ) -> Config:
     """The one configuration of a kind of call; it never depends on lengths or on the batch.
 
-    Small tiles, several programs on a multiprocessor: 64 x 32 was the fastest under a window of 128
-    on an H200, 64 x 128 in two stages at D 64 and 64 x 64 in three at D 128 without one. The other
-    sizes and devices follow from registers and shared memory alone; they were compiled, not run.
     Entries of a custom mask take registers, so tiles are smaller; but not where bits are promised:
-    there a mask that says what the causal rule says must give the bits of that rule.
+    there a mask that says what the causal rule says must give the bits of that rule. target: as
+    `headstart static` names it.
 
     >>> configuration(64, 64, torch.bfloat16, windowed=True)
     Config(BM=64, BN=32, stages=3, warps=4, piece=1024, registers=80)
     """
+    kind = kind_of(target)
     width = max(padded(D), padded(DV))
-    warps = 4 if width <= 128 else 8
-    if dtype == torch.float32 or (masked and not reproducible):
-        return Config(64, 32, 1, warps)
-    if backend == "hip":
-        return Config(64, 32 if windowed or width > 128 else 64, 1, warps)
-    if width > 256:
-        return Config(64, 16, 3, warps)
-    if windowed and width > 128:
-        return Config(64, 32, 2, warps)
+    found = FULL[kind][width]
     if windowed:
-        return Config(64, 32, 3, warps, registers=80 if width == 64 else 0)
-    if width == 64 and not reproducible:
-        return Config(64, 128, 2, warps, registers=168)
-    return Config(64, 64, 3 if width <= 128 else 2, warps)
+        found = WINDOWED[kind].get(width, found)
+    elif reproducible:
+        found = REPRODUCIBLE[kind].get(width, found)
+    if dtype == torch.float32:
+        # Operands of twice the size, and products of several parts.
+        return replace(found, BN=min(found.BN, 16 if width > 64 else 32), stages=1, registers=0)
+    if masked and not reproducible:
+        return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
+    if windowed and reproducible:
+        return replace(found, registers=0)
+    return found
+
+
+def kind_of(target: str) -> str:
+    """Kind of a device: "hopper"; NVIDIA's "large" and "small" shared memory; AMD's two families.
+
+    >>> kind_of("cuda:120"), kind_of("hip:gfx942")
+    ('small', 'cdna')
+    """
+    backend, arch = target.split(":")
+    if backend == "hip":
+        return "cdna" if arch.startswith("gfx9") else "rdna"
+    if arch == "90":
+        return "hopper"
+    return "small" if arch in ("86", "89", "120", "121") else "large"
 
 
 def padded(size: int) -> int:
@@ -84,18 +155,23 @@ def packing(HQ: int, HK: int, BM: int) -> tuple[int, int]:
     return heads, BM // heads
 
 
-def precision(dtype: torch.dtype, backend: str) -> str:
+def precision(dtype: torch.dtype, target: str) -> str:
     """How float32 operands are multiplied; for 16-bit ones a name that every target accepts."""
-    return "tf32x3" if dtype == torch.float32 and backend == "cuda" else "ieee"
+    return "tf32x3" if dtype == torch.float32 and target.startswith("cuda") else "ieee"
 
 
-def backend_of(device: torch.device) -> str:
-    """Backend of a device; that of NVIDIA in the interpreter."""
-    return "hip" if device.type == "cuda" and torch.version.hip is not None else "cuda"
-
-
-def descriptors(device: torch.device) -> bool:
-    """Whether a device reads tiles through descriptors (TMA); the interpreter does, to test it."""
+@functools.cache
+def target_of(device: torch.device) -> str:
+    """The target that a device is; in the interpreter the one with descriptors, to test them."""
     if device.type != "cuda":
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+        return "cuda:90"
+    if torch.version.hip is not None:
+        return "hip:" + torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda:{10 * major + minor}"
+
+
+def descriptors(target: str) -> bool:
+    """Whether a target reads tiles through descriptors (TMA)."""
+    backend, arch = target.split(":")
+    return backend == "cuda" and int(arch) >= 90

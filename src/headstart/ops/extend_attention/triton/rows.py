@@ -28,8 +28,8 @@ def facts_of(sequences, n):
 def tile_of(sequences, tiles, listed, total, BT: tl.constexpr, HEADS: tl.constexpr):
     """Sequence, row, length, first token, piece and scratch row of this program's tile.
 
-    Programs behind the listed tiles take the rows of no sequence; the sequence is -1 for them, and
-    the length is 0 where there is nothing to do.
+    Programs behind the listed tiles take the rows of no sequence; the sequence is -1 for them. The
+    first token is not below the length where there is nothing to do.
     """
     i = tl.program_id(0) // HEADS
     n = tl.full((), -1, tl.int32)
@@ -47,7 +47,7 @@ def tile_of(sequences, tiles, listed, total, BT: tl.constexpr, HEADS: tl.constex
     if i >= listed:
         length = (total - row).to(tl.int32)
     elif n < 0:
-        length = first * 0
+        length = first
     return n, row, length, first, piece, scratch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,17 @@ import torch
 from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
+    descriptors,
     packing,
     padded,
     precision,
 )
 from headstart.ops.extend_attention.triton.extend import extend_kernel
+from headstart.ops.extend_attention.triton.merge import ELEMENTS, merge_kernel
+from headstart.ops.extend_attention.triton.pieces import join_kernel
+from headstart.ops.extend_attention.triton.unified import unified_kernel
+from headstart.ops.extend_attention.triton.write import ROWS as WRITTEN
+from headstart.ops.extend_attention.triton.write import write_kernel
 from headstart.runtime.static import StaticKernel, Target
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -23,7 +29,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Shape:
-    """Head counts and sizes that a kernel is compiled for."""
+    """Head counts and sizes that kernels are compiled for."""
 
     HQ: int
     HK: int
@@ -55,86 +61,88 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "mask": {"MASK": "all"},
     "softcap": {"FORM": "tanh"},
     "pages": {"FOUND": "pages", "PAGE": 16},
-    "fp8": {"FOUND": "pages", "PAGE": 16, "SCALES": True},
+    "fp8": {"FOUND": "pages", "PAGE": 16, "NEW": "cached", "SCALES": True},
 }
-"""Switch -> constants that it changes."""
+"""Switch -> constants that it changes; every shape has those of the first two and of "pages"."""
 
-ROWS = {"q", "k", "v", "o"}
 POINTERS = {
     "sinks": "*fp32", "lse": "*fp32", "part_acc": "*fp32", "part_m": "*fp32", "part_l": "*fp32",
     "sequences": "*i64", "tiles": "*i32", "joins": "*i32", "places": "*i32", "positions": "*i32",
-    "custom_mask": "*u8", "k_scale": "*fp32", "v_scale": "*fp32",
+    "custom_mask": "*u8", "k_scale": "*fp32", "v_scale": "*fp32", "slots": "*i64",
 }  # fmt: skip
-NUMBERS = {"inner", "factor", "k_number", "v_number"}
-ODD = {"total", "listed", "window", "cache_k_channel", "cache_v_channel", "o_channel", "lse_head"}
-ODD |= {"k_scale_head", "v_scale_head", "lse_token"}
-UNIT = {"cache_k_channel": 1, "cache_v_channel": 1, "o_channel": 1, "lse_head": 1}
+NUMBERS = {"inner", "factor", "k_number", "v_number", "number"}
+UNALIGNED = {"total", "listed", "window", "tokens", "lse_token", "k_scale_head", "v_scale_head"}
+"""Integers that are not known to be multiples of 16."""
+UNIT = {"cache_k_channel", "cache_v_channel", "o_channel", "lse_head", "row_channel", "channel"}
+"""Strides that are 1 in plain calls, which makes them constants."""
 
 
 def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> dict[str, Any]:
     """The constants of a plain call of this shape, with some of them changed."""
     heads, tokens = packing(shape.HQ, shape.HK, config.BM)
     group = shape.HQ // shape.HK
-    described = (
-        target.backend == "cuda" and int(target.arch) >= 90
-        and padded(shape.D) == shape.D and padded(shape.DV) == shape.DV
-    )  # fmt: skip
-    found = {
+    BD, BDV = padded(shape.D), padded(shape.DV)
+    packed = switches.get("NEW", "packed") == "packed"
+    described = packed and descriptors(target.name) and (BD, BDV) == (shape.D, shape.DV)
+    return {
         "HQ": shape.HQ, "HEADS": shape.HK * -(-group // heads), "GROUP": group, "PACK": heads,
-        "D": shape.D, "DV": shape.DV, "BD": padded(shape.D), "BDV": padded(shape.DV),
+        "D": shape.D, "DV": shape.DV, "BD": BD, "BDV": BDV,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
-        "PIECE": config.piece, "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
+        "PIECE": config.piece, "BLOCK": config.piece, "BH": max(1, min(1024 // BDV, shape.HQ)),
+        "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
         "CACHE_DESCRIBED": False, "UNIT": True, "CAUSAL": True, "WINDOWED": False, "MASK": "",
-        "LISTED": False, "BLOCK": config.piece, "SCALES": False, "WIDE": False,
-        "HAS_SINKS": False, "HAS_LSE": False, "FORM": "plain",
-        "PRECISION": precision(shape.dtype, target.backend),
-        "BH": max(1, min(1024 // padded(shape.DV), shape.HQ)),
-    }  # fmt: skip
-    return found | switches
+        "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
+        "FORM": "plain", "PRECISION": precision(shape.dtype, target.name),
+    } | switches  # fmt: skip
+
+
+def absent(chosen: Mapping[str, Any]) -> set[str]:
+    """Pointers that a call with these constants does not have."""
+    found = set()
+    for there, names in (
+        (chosen["FOUND"], ("cache_k", "cache_v", "places")),
+        (chosen["NEW"] == "packed", ("k", "v")),
+        (chosen["NEW"] == "packed" and chosen["DESCRIBED"], ("k_tiles", "v_tiles")),
+        (chosen["CACHE_DESCRIBED"], ("cache_k_tiles", "cache_v_tiles")),
+        (chosen["SCALES"], ("k_scale", "v_scale")),
+        (chosen["HAS_SINKS"], ("sinks",)),
+        (chosen["HAS_LSE"], ("lse",)),
+        (chosen["MASK"], ("custom_mask",)),
+        (chosen["LISTED"], ("positions",)),
+    ):
+        if not there:
+            found.update(names)
+    return found
 
 
 def compiled(
-    fn: Any, name: str, shape: Shape, config: Config, target: Target, chosen: Mapping[str, Any]
+    fn: Any, name: str, shape: Shape, config: Config, chosen: Mapping[str, Any]
 ) -> StaticKernel:
     """One kernel with these constants, for inspection."""
-    kind = NAMES[shape.dtype]
-    absent = set()
-    if not chosen["FOUND"]:
-        absent |= {"cache_k", "cache_v", "places"}
-    if not chosen["SCALES"]:
-        absent |= {"k_scale", "v_scale"}
-    for switch, names in (
-        ("HAS_SINKS", {"sinks"}), ("HAS_LSE", {"lse"}), ("MASK", {"custom_mask"}),
-        ("LISTED", {"positions"}), ("DESCRIBED", {"k_tiles", "v_tiles"}),
-        ("CACHE_DESCRIBED", {"cache_k_tiles", "cache_v_tiles"}),
-    ):  # fmt: skip
-        if not chosen[switch]:
-            absent |= names
+    kind, missing = NAMES[shape.dtype], absent(chosen)
     signature, attrs, constexprs = {}, {}, {}
     for argument in fn.arg_names:
         if argument in chosen:
             constexprs[argument] = chosen[argument]
-            continue
-        if argument in absent:
-            constexprs[argument] = None
-            continue
-        if argument in UNIT:
-            constexprs[argument] = UNIT[argument]
-            continue
-        if argument.endswith("_tiles"):
+        elif argument in missing or argument in UNIT:
+            constexprs[argument] = 1 if argument in UNIT else None
+        elif argument.endswith("_tiles"):
             columns = chosen["BD"] if "k_" in argument else chosen["BDV"]
             signature[argument] = f"tensordesc<{kind}[{chosen['BN']},{columns}]>"
-        elif argument in ROWS:
-            signature[argument] = f"*{kind}"
-        elif argument in ("cache_k", "cache_v"):
-            signature[argument] = "*u8" if chosen["SCALES"] else f"*{kind}"
         elif argument in POINTERS:
             signature[argument] = POINTERS[argument]
+        elif argument in ("q", "k", "v", "o", "rows"):
+            signature[argument] = f"*{kind}"
+        elif argument in ("cache_k", "cache_v", "store"):
+            signature[argument] = "*u8" if chosen["SCALES"] else f"*{kind}"
         else:
             signature[argument] = "fp32" if argument in NUMBERS else "i32"
-        whole = signature[argument] == "i32" and argument not in ODD
-        if signature[argument].startswith("*") or whole:
+        whole = signature.get(argument) == "i32" and argument not in UNALIGNED
+        if signature.get(argument, "").startswith("*") or whole:
             attrs[argument] = 16
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    if config.registers:
+        options["maxnreg"] = config.registers
     return StaticKernel(
         name=name,
         fn=fn,
@@ -142,25 +150,68 @@ def compiled(
         constexprs=constexprs,
         num_warps=config.warps,
         num_stages=config.stages,
-        has_product=True,
+        has_product=fn in (extend_kernel, unified_kernel),
         attrs=attrs,
-        options={"maxnreg": config.registers} if config.registers else {},
+        options=options,
     )
 
 
 def kernels(target: Target) -> list[StaticKernel]:
     """Every kernel in every configuration, and every switch at the shape of most calls."""
-    found = []
+    found = list(_merging(target))
     for shape in SHAPES:
         for switch, changed in SWITCHES.items():
             if shape is not SHAPES[0] and switch not in ("", "win", "pages"):
                 continue
-            config = configuration(
-                shape.D, shape.DV, shape.dtype,
-                windowed=bool(changed.get("WINDOWED")), masked=bool(changed.get("MASK")),
-                backend=target.backend,
-            )  # fmt: skip
-            chosen = constants(shape, config, target, **changed)
-            name = f"extend-{shape.name}{'-' + switch if switch else ''}"
-            found.append(compiled(extend_kernel, name, shape, config, target, chosen))
+            for fn in (extend_kernel, unified_kernel):
+                config = configuration(
+                    shape.D,
+                    shape.DV,
+                    shape.dtype,
+                    windowed="WINDOWED" in changed,
+                    masked="MASK" in changed,
+                    reproducible=fn is unified_kernel,
+                    target=target.name,
+                )
+                name = f"{_plain_name(fn)}-{shape.name}{'-' + switch if switch else ''}"
+                chosen = constants(shape, config, target, **changed)
+                found.append(compiled(fn, name, shape, config, chosen))
     return found
+
+
+def _plain_name(fn: Any) -> str:
+    return fn.__name__.removesuffix("_kernel")
+
+
+def _merging(target: Target) -> Iterator[StaticKernel]:
+    """The kernels without a product: joining pieces and parts, storing keys."""
+    for shape in SHAPES[:2]:
+        chosen = constants(shape, Config(64, 64, 1, 4), target, HAS_SINKS=True, HAS_LSE=True)
+        yield compiled(join_kernel, f"join-{shape.name}", shape, Config(0, 0, 1, 4), chosen)
+        for scales in (False, True):
+            switches = {
+                "SIZE": shape.D, "BD": shape.D, "BT": WRITTEN, "PAGE": 16, "FP8": scales,
+                "SCALES": scales, "scale": None,
+            }  # fmt: skip
+            name = f"write-{shape.name}{'-fp8' if scales else ''}"
+            yield compiled(write_kernel, name, shape, Config(0, 0, 1, 4), chosen | switches)
+        parts = 2
+        yield StaticKernel(
+            name=f"merge-D{shape.DV}-fp32",
+            fn=merge_kernel,
+            signature={
+                "parts_o": ("*fp32",) * parts, "parts_lse": ("*fp32",) * parts,
+                "o_strides": (("i32", "i32", "i32"),) * parts,
+                "lse_strides": (("i32", "i32"),) * parts,
+                "sinks": "*fp32", "o": "*fp32", "lse": "*fp32", "total": "i32", "heads": "i32",
+                "o_token": "i32", "o_head": "i32", "lse_token": "i32",
+            },
+            constexprs={
+                "DV": shape.DV, "BDV": shape.DV, "BR": ELEMENTS // shape.DV, "PARTS": parts,
+                "o_channel": 1, "lse_head": 1,
+            },
+            num_warps=4,
+            num_stages=1,
+            has_product=False,
+            attrs={"sinks": 16, "o": 16, "lse": 16},
+        )  # fmt: skip

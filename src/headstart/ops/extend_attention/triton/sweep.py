@@ -154,13 +154,14 @@ def sweep_both(
 
     old_run, new_run: (position of the first key, count). old: (k, v, their strides, where, number
     of the first new key); new: (k, v, their strides, packed row of the first new key). new_column:
-    column of the first new key in a custom mask. UNIT: whether channels of the cache lie side by
-    side. The rest as for `sweep`.
+    column of the first new key in a custom mask. span: (begin, end, first and past the last clear
+    tile of either run). UNIT: whether channels of the cache lie side by side. The rest as for
+    `sweep`.
     """
     o_own, p_mask, seen = rows
     old_k, old_v, old_k_strides, old_v_strides, where, border = old
     new_k, new_v, new_k_strides, new_v_strides, first_row = new
-    begin, end = span
+    begin, end, old_clear, new_clear = span
     window, inner, factor = numbers
     dtype: tl.constexpr = b_q.dtype
     o_c = tl.arange(0, BN)
@@ -191,26 +192,29 @@ def sweep_both(
             k_channel, v_channel = 1, 1
         b_k = operand(read(p_k, m_key, k_channel, D, BD), dtype)
         b_s = score(b_q, b_k, inner, FORM, PRECISION)
-        # Bounds are counted from the tile's first key, so that each costs one comparison.
-        m_seen = m_key[None, :]
-        if CAUSAL and MASK == "":
-            m_seen = m_seen & (o_c[None, :] <= (o_own - low)[:, None])
-        if MASK != "":
-            m_entry = m_key
-            o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
-            if MASK == "new":
-                m_entry = m_new
-            p_entry = p_mask[:, None] + o_column[None, :]
-            m_shown = tl.load(p_entry, mask=seen[:, None] & m_entry[None, :], other=0) != 0
-            if MASK == "new":
-                m_prefix = m_old[None, :]
-                if CAUSAL:
-                    m_prefix = m_prefix & (o_c[None, :] <= (o_own - low)[:, None])
-                m_shown = m_shown | m_prefix
-            m_seen = m_seen & m_shown
-        if WINDOWED:
-            m_seen = m_seen & (o_c[None, :] > (o_own - low - window)[:, None])
-        b_s = tl.where(m_seen, b_s, NOTHING)
+        is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
+        is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
+        if not is_clear:
+            # Bounds are counted from the tile's first key, so that each costs one comparison.
+            m_seen = m_key[None, :]
+            m_causal = o_c[None, :] <= (o_own - low)[:, None]
+            if CAUSAL and MASK == "":
+                m_seen = m_seen & m_causal
+            if MASK != "":
+                m_entry = m_key
+                if MASK == "new":
+                    m_entry = m_new
+                o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
+                p_entry = p_mask[:, None] + o_column[None, :]
+                m_shown = tl.load(p_entry, mask=seen[:, None] & m_entry[None, :], other=0) != 0
+                if MASK == "new" and CAUSAL:
+                    m_shown = m_shown | (m_old[None, :] & m_causal)
+                elif MASK == "new":
+                    m_shown = m_shown | m_old[None, :]
+                m_seen = m_seen & m_shown
+            if WINDOWED:
+                m_seen = m_seen & (o_c[None, :] > (o_own - low - window)[:, None])
+            b_s = tl.where(m_seen, b_s, NOTHING)
         b_v = operand(read(p_v, m_key, v_channel, DV, BDV), dtype)
         acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l

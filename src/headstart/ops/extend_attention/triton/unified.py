@@ -3,9 +3,9 @@
 Tiles of BN keys are anchored at position 0. Keys are reduced in blocks of PIECE consecutive
 positions, each starting from nothing, its tiles from left to right; blocks are joined in order.
 A block or tile in which a row sees no key leaves the row's bits as they are, so a prefix hit, a
-step, another batch or more heads beside it change nothing. Tiles that lie whole among the prefix
-or the new keys are read from there, all others from both. A piece of a tile is one block, so that
-decoding joins the same states in the same order.
+step, another batch or more heads beside it change nothing. A block of tiles that lie whole among
+the prefix or the new keys may be read through descriptors; all others are read key by key, from
+both. A piece of a tile is one block, so that decoding joins the same states in the same order.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -46,6 +46,42 @@ def span_of(
     if MASKED:
         unmasked = (start, start)
     return start + lower, start + upper, whole, unmasked
+
+
+@triton.jit
+def sweep_old_or_both(
+    acc, m, l, b_q, rows, old_run, new_run, span, in_old, old, new, places, tiles,  # noqa: E741
+    new_column, numbers,
+    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Absorb tiles from the prefix alone where that is described and has them whole, or of both."""
+    if DESCRIBED:
+        if in_old:
+            unmasked = span[2]
+            acc, m, l = sweep(  # noqa: E741
+                acc, m, l, b_q, rows, (old_run[0], old_run[1], old_run[0]),
+                (span[0], span[1], unmasked[0], unmasked[1]),
+                (old[0], old[1], old[2], old[3], old[4], 0), (places, places, old[4]), tiles,
+                numbers, FOUND, PAGE, True, CAUSAL and MASK != "all", WINDOWED, MASK == "all",
+                False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            )  # fmt: skip
+        else:
+            acc, m, l = sweep_both(  # noqa: E741
+                acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column,
+                numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            )  # fmt: skip
+    else:
+        acc, m, l = sweep_both(  # noqa: E741
+            acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column,
+            numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    return acc, m, l
 
 
 @triton.jit(
@@ -109,6 +145,9 @@ def unified_kernel(
             (cache_k_page, cache_k_row, cache_k_channel),
             (cache_v_page, cache_v_row, cache_v_channel), where, border,
         )  # fmt: skip
+    old_tiles = (
+        cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head
+    )  # fmt: skip
     new = (q, q, (0, 0, 0), (0, 0, 0), row)
     if NEW == "packed":
         new = (
@@ -142,29 +181,29 @@ def unified_kernel(
         b_l = tl.zeros((BM,), tl.float32)
         in_old = (old_whole[0] <= begin) & (end <= old_whole[1])
         in_new = (new_whole[0] <= begin) & (end <= new_whole[1])
-        if (NEW == "packed") & in_new:
-            b_acc, b_m, b_l = sweep(
-                b_acc, b_m, b_l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
-                (begin, end, new_clear[0], new_clear[1]),
-                (new[0], new[1], new[2], new[3], row, 0), (row, row, row),
-                (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
-                numbers, "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-            )  # fmt: skip
-        elif (FOUND != "") & in_old:
-            b_acc, b_m, b_l = sweep(
-                b_acc, b_m, b_l, b_q, rows, (old_run[0], old_run[1], old_run[0]),
-                (begin, end, old_clear[0], old_clear[1]),
-                (old[0], old[1], old[2], old[3], where, 0), (places, places, where),
-                (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
-                numbers, FOUND, PAGE, CACHE_DESCRIBED, old_causal, WINDOWED, MASK == "all", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-            )  # fmt: skip
+        if DESCRIBED:
+            if in_new:
+                b_acc, b_m, b_l = sweep(
+                    b_acc, b_m, b_l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
+                    (begin, end, new_clear[0], new_clear[1]),
+                    (new[0], new[1], new[2], new[3], row, 0), (row, row, row),
+                    (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
+                    numbers, "run", 1, True, new_causal, WINDOWED, MASK != "", False,
+                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                )  # fmt: skip
+            else:
+                b_acc, b_m, b_l = sweep_old_or_both(
+                    b_acc, b_m, b_l, b_q, rows, old_run, new_run,
+                    (begin, end, old_clear, new_clear), in_old, old, new, places, old_tiles,
+                    new_column, numbers, FOUND, PAGE, NEW, UNIT, CACHE_DESCRIBED,
+                    CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                )  # fmt: skip
         else:
-            b_acc, b_m, b_l = sweep_both(
-                b_acc, b_m, b_l, b_q, rows, old_run, new_run, (begin, end), old, new,
-                places, new_column, numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            b_acc, b_m, b_l = sweep_old_or_both(
+                b_acc, b_m, b_l, b_q, rows, old_run, new_run,
+                (begin, end, old_clear, new_clear), in_old, old, new, places, old_tiles,
+                new_column, numbers, FOUND, PAGE, NEW, UNIT, CACHE_DESCRIBED,
+                CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
             )  # fmt: skip
         if SCALES:
             b_acc = b_acc * b_v_scale

@@ -1,0 +1,90 @@
+"""The tables that kernels read: every row once, heavy tiles first, in place after an update."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart import ExtendPlan
+from headstart.ops.extend_attention.tile_table import Cut, tile_table
+
+drawn = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), min_size=1, max_size=6)
+
+
+def cut_of(tokens=8, piece=128, part="all", joined=False, absolute=False):
+    return Cut(part, joined, tokens, piece, absolute)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences=drawn, tokens=st.sampled_from([1, 5, 8, 64]), piece=st.sampled_from([0, 64, 256]))
+def test_every_new_row_is_in_one_tile_or_one_row_of_pieces(sequences, tokens, piece):
+    lengths, prefix = [s[0] for s in sequences], [s[1] for s in sequences]
+    plan = ExtendPlan.from_lengths(lengths, prefix, device="cpu")
+    table = tile_table(plan, cut_of(tokens, piece))
+    seen = torch.zeros(plan.T, dtype=torch.int64)
+    pieces = {}
+    for n, first, part, scratch in table.tiles.tolist():
+        rows = range(first, min(first + tokens, lengths[n]))
+        if part < 0:
+            seen[plan.offsets[n] + rows.start : plan.offsets[n] + rows.stop] += 1
+        else:
+            pieces.setdefault(n, []).append((part, scratch))
+    used = []
+    for row, scratch, count, step in table.joins.tolist():
+        seen[row] += 1
+        used += [scratch + i * step for i in range(count)]
+    assert bool((seen == 1).all())
+    assert sorted(used) == list(range(table.scratch_rows))
+    for n, found in pieces.items():
+        assert [part for part, _ in found] == list(range(-(-prefix[n] // piece)))
+        assert lengths[n] <= tokens
+
+
+def test_tiles_with_more_keys_come_first():
+    plan = ExtendPlan.from_lengths([100, 300, 20], [50, 0, 500], device="cpu")
+    tiles = tile_table(plan, cut_of(64, 0)).tiles.tolist()
+    keys = [plan.prefix[n] + first for n, first, _, _ in tiles]
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_no_tile_stands_for_rows_that_do_not_exist():
+    plan = ExtendPlan.from_lengths([1] * 200 + [1000], device="cpu")
+    assert len(tile_table(plan, cut_of(64, 0)).tiles) == 200 + 16
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_update_rewrites_the_tables_where_they_lie(absolute, joined):
+    cut = cut_of(8, 64, joined=joined, absolute=absolute)
+    room = (4, 300, 1200)
+    table = torch.arange(80).view(4, 20)
+
+    def forward(plan, lengths, total):
+        return plan.update_(lengths, total, table[: len(lengths)], 16, new_in_cache=True)
+
+    plan = ExtendPlan.from_pages(
+        [3], [70], table[:1], 16, new_in_cache=True, capacity=room, device="cpu"
+    )
+    kept = tile_table(plan, cut)
+    for lengths, total in (
+        ([3], [300]),
+        ([1, 8, 200, 0], [300, 299, 280, 320]),
+        ([], []),
+        ([2, 2, 2, 2], [300, 300, 300, 300]),
+    ):
+        forward(plan, lengths, total)
+        again = tile_table(plan, cut)
+        fresh = ExtendPlan.from_pages(
+            lengths, total, table[: len(lengths)], 16, new_in_cache=True, device="cpu"
+        )
+        wanted = tile_table(fresh, cut)
+        for name in ("sequences", "tiles", "joins"):
+            held, found = getattr(kept, name), getattr(again, name)
+            assert held.data_ptr() == found.data_ptr()
+            want = getattr(wanted, name)
+            assert torch.equal(found[: len(want)], want) or name == "sequences"
+            if name != "sequences":
+                assert bool((found[len(want) :, 0] == -1).all())
+        used = wanted.sequences[:, [0, 1, 2, 3, 4, 5, 7]]
+        assert torch.equal(again.sequences[: len(used), [0, 1, 2, 3, 4, 5, 7]], used)
+        assert wanted.scratch_rows <= again.scratch_rows
