@@ -171,7 +171,7 @@ def explain(name: str, *args: Any, **kwargs: Any) -> list[tuple[str, bool, str]]
     >>> import torch, headstart
     >>> q = torch.zeros(4, 1, 16)
     >>> [row[:2] for row in headstart.explain("gated_delta_rule", q, q, q, None, None)]
-    [('torch', True), ('triton', False), ('reference', True)]
+    [('torch', True), ('hopper', False), ('triton', False), ('reference', True)]
     """
     operation, call, _ = _bound(name, args, kwargs)
     order = candidates(operation, call.device)

@@ -58,7 +58,7 @@ class StaticKernel:
     """One configuration of one kernel.
 
     name: unique within its place; names the kernel, sizes, dtype and switches.
-    fn: the function under `triton.jit`.
+    fn: the function under `triton.jit` or `gluon.jit`.
     signature: type of every run-time argument as Triton spells it ("*bf16", "i32", "fp32"); a
         tuple of types for a tuple.
     constexprs: value of every other argument; a pointer that is absent is None here.
@@ -92,7 +92,8 @@ class StaticKernel:
 
 STATIC = {
     "gated_delta_rule": "headstart.ops.gated_delta_rule.triton.static:kernels",
+    "gated_delta_rule/hopper": "headstart.ops.gated_delta_rule.hopper.static:kernels",
     "causal_conv1d": "headstart.ops.convolution.triton.static:kernels",
     "extend_attention": "headstart.ops.extend_attention.triton.static:kernels",
 }
-"""Operation -> "module:function" that lists its kernels."""
+"""Operation, or operation/implementation -> "module:function" that lists its kernels."""

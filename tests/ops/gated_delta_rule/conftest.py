@@ -6,7 +6,7 @@ from tests.implementations import by_name, here
 
 import headstart
 
-IMPLEMENTATIONS = here("reference", "torch", "triton")
+IMPLEMENTATIONS = here("reference", "torch", "triton", "hopper")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, scope="module")

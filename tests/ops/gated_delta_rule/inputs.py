@@ -1,5 +1,6 @@
 """Inputs as real models produce them: normalised keys, decays of every strength, outliers in v."""
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +51,11 @@ class Inputs:
 def draw(
     T, H=1, HV=2, K=16, V=16, *, dtype=torch.float32, seed=0, per_channel=False, unit=True
 ) -> Inputs:
-    """T tokens; unit=False leaves q and k unnormalised (for qk_l2norm=True)."""
+    """T tokens; unit=False leaves q and k unnormalised (for qk_l2norm=True).
+
+    HEADSTART_TEST_HEAD_SIZE=128 draws heads of that size instead, for kernels of one head size.
+    """
+    K, V = (int(os.environ.get("HEADSTART_TEST_HEAD_SIZE", size)) for size in (K, V))
     at = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, T, H, K, generator=at)
     if unit:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.implementations import DEVICE
 from tests.ops.gated_delta_rule.inputs import INF, Inputs, draw, late_forget, packed
 
 from headstart import DeltaCache, Gate, Schedule
@@ -466,7 +467,7 @@ def test_scratch_left_by_other_calls_changes_no_bit(rule):
     from headstart import Workspace
 
     x, y = draw(T, 1, 2, 32, 24, seed=17), draw(333, 3, 6, 48, 40, seed=18)
-    workspace = Workspace("cpu")
+    workspace = Workspace(DEVICE)
     expected = rule(*x, reproducible=True).o
     rule(*y, workspace=workspace)
     assert torch.equal(rule(*x, reproducible=True, workspace=workspace).o, expected)

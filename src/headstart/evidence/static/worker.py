@@ -30,6 +30,7 @@ def compile_kernel(kernel: StaticKernel, target: Target) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = list(kernel.fn.arg_names)
     given = set(kernel.signature) | set(kernel.constexprs)
@@ -42,8 +43,9 @@ def compile_kernel(kernel: StaticKernel, target: Target) -> Any:
         (names.index(name),): [["tt.divisibility", divisor]]
         for name, divisor in kernel.divisors().items()
     }
+    source = GluonASTSource if isinstance(kernel.fn, GluonJITFunction) else ASTSource
     return triton.compile(
-        ASTSource(kernel.fn, signature, constexprs=dict(kernel.constexprs), attrs=attrs),
+        source(kernel.fn, signature, constexprs=dict(kernel.constexprs), attrs=attrs),
         target=GPUTarget(target.backend, target.arch, target.warp_size),
         options={
             "num_warps": kernel.num_warps,

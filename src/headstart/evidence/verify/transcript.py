@@ -462,21 +462,22 @@ def verify_transcript(
 ) -> Transcript:
     """One transcript under one implementation. Raises `Declined` where it cannot run one.
 
-    Implementations that round the operands of their products get head sizes of 64 (kernels have
-    least sizes) and ten times the tolerance; their bits must be equal all the same.
+    Implementations that round the operands of their products get the head size that they are
+    written for and ten times the tolerance; their bits must be equal all the same. One that has no
+    convolution runs beside the portable one.
 
     >>> verify_transcript("torch", "float32", seed=0, turns=10).failure is None
     True
     """
     wide = implementation in WIDE
+    size = 128 if implementation == "hopper" else 64
+    beside = "triton" if implementation == "hopper" else implementation
     engine = Engine(
         functools.partial(headstart.gated_delta_rule, implementation=implementation),
-        functools.partial(headstart.causal_conv1d, implementation=implementation)
-        if convolution
-        else None,
+        functools.partial(headstart.causal_conv1d, implementation=beside) if convolution else None,
         form,
         seed,
-        sizes=SIZES if wide else (1, 2, 64, 64),
+        sizes=SIZES if wide else (1, 2, size, size),
         device=device,
         slack=1.0 if wide else 10.0,
     )

@@ -299,6 +299,7 @@ _CHUNKED = dispatch.register(
         name="gated_delta_rule",
         bind=spec.bind,
         places={
+            "hopper": f"{_HERE}.hopper.call:IMPLEMENTATION",
             "triton": f"{_HERE}.triton.call:IMPLEMENTATION",
             "torch": f"{_HERE}.decomposed:IMPLEMENTATION",
             "reference": f"{_HERE}.reference:IMPLEMENTATION",

@@ -1,9 +1,10 @@
 """Serial over the chunks of a sequence: outputs and states, for one value head and a block of V.
 
-    v_new = U - W S    o = scale Gamma_i0 q S + P v_new    S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
+    v_new = T beta (v - Gamma_i0 k S)    o = scale Gamma_i0 q S + P v_new
+    S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
 
 [Gated Delta Networks, arXiv 2412.06464.] S is kept in float32 registers, transposed [BV, K], so it
-and v_new are first operands straight from registers; columns of V never mix. U, W, P and the decays
+and v_new are first operands straight from registers; columns of V never mix. T, P and the decays
 come from `prepare`. A span is a run of items whose tiles are in scratch; between spans S goes
 through `carry` in float32. A cache's tail, position and end are written here, where no program
 reads them: `prepare` has left a copy of the position in `base`.
@@ -14,10 +15,29 @@ reads them: `prepare` has left a copy of the position in `base`.
 # pyright: reportPossiblyUnboundVariable=false
 # ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
-VARYING = ("first_item", "last_item", "parity", "sequence")
+VARYING = ["first_item", "last_item", "parity"]
+SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """How the scan is built: columns of V that one program holds, its warps and stages."""
+
+    BV: int
+    warps: int
+    stages: int
+
+
+def scan_configuration(K: int, dtype: torch.dtype) -> ScanConfig:
+    """The one configuration of a kind of call; it never depends on lengths or on the batch."""
+    wide = dtype == torch.float32 or K > 128
+    return ScanConfig(BV=64, warps=4, stages=1 if wide else 3)
 
 
 @triton.jit
@@ -30,16 +50,18 @@ def store_state(state, tensor, k, v, K: tl.constexpr, V: tl.constexpr, sk, sv):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def scan_kernel(
     q,
     k,
     v,
     o,
-    W,
-    U,
+    T,
     P,
     k_tiles,
+    k_starts,
+    v_tiles,
+    clean,
     from_start,
     to_end,
     whole_decay,
@@ -146,6 +168,10 @@ def scan_kernel(
     # The state that the first chunk of this span meets, and where that state stands.
     S = tl.zeros((BV, BK), tl.float32)
     stands = start
+    if CACHED:
+        stands = start // 64 * 64
+        if count > 0:
+            stands = tl.load(base + n * HV + head)
     if first == begin:
         slot = n.to(tl.int64)
         if HAS_READ:
@@ -154,9 +180,6 @@ def scan_kernel(
         if HAS_PRESENT:
             there = there & (tl.load(present + n) != 0)
         if CACHED:
-            stands = start // 64 * 64
-            if count > 0:
-                stands = tl.load(base + n * HV + head)
             there = there & (start > 0) & (stands > 0)
             first += (stands - first_chunk * 64) // 64 if count > 0 else 0
         if HAS_STATE:
@@ -202,42 +225,52 @@ def scan_kernel(
         key_tile = local * H + key_head
         at = low + rows
         new = (at >= start) & (at < end)
-        w = W.load([tile * 64, 0])
-        u = U.load([tile * 64, block * BV])
+        source = (row + at - start).to(tl.int64)
+        t = T.load([tile * 64, 0])
         p = P.load([tile * 64, 0])
+        # Rows of other sequences and those that are not finite may be NaN in k, v or Gamma_i0.
+        takes_part = rows < tl.load(clean + tile)
+        if TILES:
+            vv = v_tiles.load([tile * 64, block * BV])
+        else:
+            vv = tl.reshape(v_tiles.load([row + low - start, head, block * BV]), (64, BV))
+            takes_part = takes_part & new
         if PER_CHANNEL:
-            # Decayed already, so of every value head: Gamma_Ci k and Gamma_i0 q.
+            # Decayed already, so of every value head: Gamma_Ci k, Gamma_i0 k and Gamma_i0 q.
             kk = k.load([tile * 64, 0])
+            k_start = k_starts.load([tile * 64, 0])
             qq = q.load([tile * 64, 0])
         elif TILES:
             kk = k.load([key_tile * 64, 0])
             qq = q.load([key_tile * 64, 0])
         else:
-            # Rows of other sequences would meet zeros of W and U, but 0 * NaN is NaN: masked.
+            # Rows of other sequences would meet zeros of v_new, but 0 * NaN is NaN: masked.
             kk = tl.load(
-                k
-                + (row + at - start).to(tl.int64)[:, None] * k_token
-                + key_head * k_head
-                + ck[None, :],
+                k + source[:, None] * k_token + key_head * k_head + ck[None, :],
                 mask=new[:, None] & in_k,
                 other=0.0,
             )
             qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
-        inside = tl.load(from_start + tile * 64 + rows) * scale
+        inside = tl.load(from_start + tile * 64 + rows)
         whole = tl.load(from_start + tile * 64 + 63)
+        b = tl.load(strengths + tile * 64 + rows)
         if PER_CHANNEL:
             whole = whole * tl.load(whole_decay + tile * BK + ck)[None, :]
         else:
             outside = tl.load(to_end + tile * 64 + rows)
+            k_start = kk
         s = S.to(dtype)
-        x = tl.dot(s, tl.trans(w), input_precision=PRECISION)
+        x = tl.dot(s, tl.trans(k_start), input_precision=PRECISION)
         y = tl.dot(s, tl.trans(qq), input_precision=PRECISION)
-        v_new = tl.trans(u).to(tl.float32) - x
+        r = (tl.trans(vv).to(tl.float32) - x * inside[None, :]) * b[None, :]
+        r = tl.where(takes_part[None, :], r, 0.0).to(dtype)
+        v_new = tl.dot(r, tl.trans(t), input_precision=PRECISION)
         update = v_new if PER_CHANNEL else v_new * outside[None, :]
         S = tl.dot(update.to(dtype), kk, S * whole, input_precision=PRECISION)
-        out = tl.dot(v_new.to(dtype), tl.trans(p), y * inside[None, :], input_precision=PRECISION)
+        y = y * (inside * scale)[None, :]
+        out = tl.dot(v_new.to(dtype), tl.trans(p), y, input_precision=PRECISION)
         tl.store(
-            o + (row + at - start).to(tl.int64)[:, None] * o_token + head * o_head + cv[None, :],
+            o + source[:, None] * o_token + head * o_head + cv[None, :],
             tl.trans(out).to(dtype),
             mask=new[:, None] & in_v[None, :],
         )

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from headstart.ops.gated_delta_rule.triton.channel import (
+from headstart.ops.gated_delta_rule.passes.channel import (
     channel_configuration,
     prepare_channels_kernel,
 )
-from headstart.ops.gated_delta_rule.triton.config import (
+from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
-    configuration,
     padded,
     precision,
+    prepare_configuration,
 )
-from headstart.ops.gated_delta_rule.triton.decays import decays_kernel
-from headstart.ops.gated_delta_rule.triton.prepare import prepare_kernel
-from headstart.ops.gated_delta_rule.triton.scan import scan_kernel
+from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
+from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
+from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
 from headstart.runtime.static import StaticKernel, Target
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -32,7 +32,7 @@ SIZES = (
 )
 FLOATS = {
     "g", "beta", "a_log", "dt_bias", "tail_decay", "tail_beta", "from_start", "to_end",
-    "whole_decay", "whole", "sums",
+    "whole_decay", "sums",
     "log_decays", "strengths", "carry", "old_state", "new_state", "snapshots", "scale",
     "lower_bound",
 }  # fmt: skip
@@ -41,10 +41,11 @@ INTEGERS = {
     "snapshot_slots", "snapshot_position", "clean", "snapshot_end", "tail_end",
 }  # fmt: skip
 ROWS = {
-    "q", "k", "v", "o", "W", "U", "P", "q_tiles", "k_tiles", "tail_k", "tail_v",
-    "keys",
+    "q", "k", "v", "o", "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "k_edges",
+    "v_edges",
+    "tail_k", "tail_v", "keys",
 }  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v"}
+ODD = {"first_item", "last_item", "parity", "together", "tail_rows", "old_v", "new_v", "snap_v"}
 
 
 def _signature(
@@ -55,20 +56,21 @@ def _signature(
         if name in constexprs or (name.isupper() and name not in ROWS):
             continue
         tiles = constexprs.get("TILES")
-        if (fn in (scan_kernel, prepare_kernel) and name in ("W", "U", "P")) or (
-            name in ("q", "k") and fn is scan_kernel and (tiles or name == "q")
+        if (fn in (scan_kernel, prepare_kernel) and name in ("T", "P")) or (
+            fn is scan_kernel
+            and (
+                name in ("q", "v_tiles")
+                or (name == "k" and tiles)
+                or (name == "k_starts" and constexprs["PER_CHANNEL"])
+            )
         ):
-            columns = {"U": constexprs["BV"], "P": 64}.get(name, constexprs["BK"])
-            if fn is prepare_kernel and name != "P":
-                columns = constexprs["BC"]
-            block = f"64,1,{columns}" if name == "q" and not tiles else f"64,{columns}"
+            columns = {"T": 64, "P": 64, "v_tiles": constexprs["BV"]}.get(name, constexprs["BK"])
+            block = f"64,1,{columns}" if name in ("q", "v_tiles") and not tiles else f"64,{columns}"
             signature[name] = f"tensordesc<{kind}[{block}]>"
         elif name in ROWS:
             signature[name] = f"*{kind}"
         elif name in ("scale", "lower_bound"):
             signature[name] = "fp32"
-        elif name == "clean_rows":
-            signature[name] = "*i32" if fn is prepare_kernel else "*fp32"
         elif name in FLOATS:
             signature[name] = "*fp32"
         elif name in INTEGERS:
@@ -88,12 +90,13 @@ def kernels(target: Target) -> list[StaticKernel]:
     """Every kernel in every configuration, plain and with a cache."""
     found = []
     for K, V, dtype in SIZES:
-        config = configuration(K, V, dtype)
+        config = scan_configuration(K, dtype)
+        first = prepare_configuration(dtype, target.backend)
         BK = padded(K)
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
-                "PER_CHANNEL": False, "PRECISION": precision(dtype, target.backend),
+                "PER_CHANNEL": False, "EDGES": False, "PRECISION": precision(dtype, target.backend),
             }  # fmt: skip
             blocks = channel_configuration(dtype, target.backend, target.warp_size)
             gates = {
@@ -111,11 +114,11 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
             }  # fmt: skip
             for fn, own, warps, stages in (
-                (decays_kernel, gates | {"BH": DECAY_HEADS}, DECAY_HEADS // 2, 2),
-                (prepare_kernel, gates | {"BC": config.BC}, config.prepare_warps, 2),
-                (prepare_channels_kernel, gates | channels, blocks.warps, 2),
-                (scan_kernel, scan, config.scan_warps, 2),
-                (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.scan_warps, 2),
+                (decays_kernel, gates | {"BH": DECAY_HEADS}, DECAY_HEADS // 2, 3),
+                (prepare_kernel, gates | {"BC": min(first.BC, BK, padded(V))}, first.warps, 3),
+                (prepare_channels_kernel, gates | channels, blocks.warps, 3),
+                (scan_kernel, scan, config.warps, 3),
+                (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.warps, 3),
             ):  # fmt: skip
                 constexprs = {
                     name: value for name, value in {**sizes, **own}.items() if name in fn.arg_names

@@ -1,8 +1,8 @@
 """`prepare` for a decay per channel: per chunk and value head, whatever does not depend on S.
 
-    A = strict_lower(beta_i sum_c k_ic k_jc Gamma_ijc)      T = (I + A)^-1      U = T beta v
-    W = T beta Gamma_i0 k      P = scale tril(sum_c q_ic k_jc Gamma_ijc)
-    stored beside them: Gamma_i0 q, Gamma_Ci k and, per channel in float32, Gamma_C0
+    A = strict_lower(beta_i sum_c k_ic k_jc Gamma_ijc)      T = (I + A)^-1
+    P = scale tril(sum_c q_ic k_jc Gamma_ijc)
+    stored beside them: Gamma_i0 q, Gamma_i0 k, Gamma_Ci k and, per channel in float32, Gamma_C0
 
 [Kimi Linear, arXiv 2510.26692.] Gamma depends on the channel, so the keys carry it: exp(G_i - G_j)
 = exp(G_i - G_b) exp(G_b - G_j) with a border b between, both exponents <= 0. The border of (i, j)
@@ -10,8 +10,9 @@ lies between the two neighbouring blocks of 1, 2, 4, ... 32 rows that hold i and
 [64, K], each keeping the pairs of one size. One tile serves both sides of a product, since a row is
 either right or left of its border. Sums start anew in every block, so that a row's sums look at no
 later row than its border, and nothing is ever subtracted: -inf is exact.
-From the first row on that is not finite, rows count as empty here and `clean_rows` is NaN, not 1,
-which later makes those outputs and all later states NaN and leaves earlier rows alone.
+`clean` is the first row that is not finite; from there on rows count as empty here and
+`from_start` is NaN, not 1, which later makes those outputs and all later states NaN and leaves
+earlier rows alone.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -24,11 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from headstart.ops.gated_delta_rule.triton.gates import log_decay, strength
-from headstart.ops.gated_delta_rule.triton.inverse import unit_lower_inverse
-from headstart.ops.gated_delta_rule.triton.prepare import precise_dot
+from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
+from headstart.ops.gated_delta_rule.passes.inverse import unit_lower_inverse
 
-VARYING = ("first_item",)
+VARYING = ["first_item"]
+SLOTS = ["slots"]
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -57,7 +58,7 @@ def not_finite(x):
     return tl.max(tl.where(x.to(tl.float32) * 0.0 != 0.0, 1, 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def prepare_channels_kernel(
     q,
     k,
@@ -74,13 +75,15 @@ def prepare_channels_kernel(
     tail_v,
     tail_decay,
     tail_beta,
-    W,
-    U,
+    T,
     P,
     q_tiles,
     k_tiles,
-    clean_rows,
-    whole,
+    k_starts,
+    v_tiles,
+    clean,
+    from_start,
+    whole_decay,
     keys,
     log_decays,
     strengths,
@@ -180,7 +183,7 @@ def prepare_channels_kernel(
     if CACHED:
         betas = tail_beta + slot * tail_beta_slot + head * tail_beta_head + ring
         b = tl.where(old, tl.load(betas, mask=old, other=0.0), b)
-        tl.store(strengths + tile * 64 + rows, b)
+    tl.store(strengths + tile * 64 + rows, b)
     spoiled = tl.where(b * 0.0 != 0.0, 1, 0)
     for c in tl.range(0, BV, BC, num_stages=1):
         in_v = (c + cc)[None, :] < V
@@ -190,6 +193,8 @@ def prepare_channels_kernel(
                 tail_v + v_tail[:, None] + (c + cc)[None, :], mask=old[:, None] & in_v, other=0.0
             )
         spoiled |= not_finite(vv)
+        v_tile = v_tiles + tile * (64 * BV) + rows[:, None] * BV
+        tl.store(v_tile + (c + cc)[None, :], vv, mask=(c + cc)[None, :] < BV)
 
     k_norm = tl.full((64,), 1.0, tl.float32)
     q_norm = tl.full((64,), 1.0, tl.float32)
@@ -285,7 +290,7 @@ def prepare_channels_kernel(
             (qq.to(tl.float32) * reach).to(dtype),
         )
         tl.store(
-            W + begins + rows[:, None] * BK + (c + cc)[None, :],
+            k_starts + begins + rows[:, None] * BK + (c + cc)[None, :],
             (kk.to(tl.float32) * reach).to(dtype),
         )
         tl.store(
@@ -294,44 +299,18 @@ def prepare_channels_kernel(
         )
         # The last row's sum is the chunk's.
         total = tl.sum(tl.where(i == 63, reach, 0.0), 0)
-        tl.store(whole + tile * BK + c + cc, total)
+        tl.store(whole_decay + tile * BK + c + cc, total)
 
     # From the first row that is not finite on, rows count as empty.
-    clean = tl.min(tl.where(spoiled != 0, rows, 64), 0)
-    b = tl.where(rows < clean, b, 0.0)
-    tl.store(clean_rows + tile * 64 + rows, tl.where(rows < clean, 1.0, float("nan")))
+    first = tl.min(tl.where(spoiled != 0, rows, 64), 0)
+    tl.store(clean + tile, first)
+    tl.store(from_start + tile * 64 + rows, tl.where(rows < first, 1.0, float("nan")))
     p = tl.where(i == j, own[:, None], p)
-    p = tl.where((i >= j) & (j < clean), p * scale, 0.0)
+    p = tl.where((i >= j) & (j < first), p * scale, 0.0)
     tl.store(P + tile * 4096 + i * 64 + j, p.to(dtype))
-    A = tl.where((i > j) & (i < clean), A * b[:, None], 0.0)
+    A = tl.where((i > j) & (i < first), A * b[:, None], 0.0)
     if dtype == tl.float32:
-        T = unit_lower_inverse(A, tl.float32, PRECISION)
+        inverse = unit_lower_inverse(A, tl.float32, PRECISION)
     else:
-        T = unit_lower_inverse(A, tl.float16, PRECISION)
-    T = T * b[None, :]
-    fine = (rows < clean)[:, None]
-    for c in tl.range(0, BV, BC, num_stages=1):
-        in_v = (c + cc)[None, :] < V
-        vv = tl.load(
-            v + v_rows[:, None] + (c + cc)[None, :], mask=new[:, None] & fine & in_v, other=0.0
-        )
-        if CACHED:
-            held_rows = old[:, None] & fine & in_v
-            vv = tl.where(
-                held_rows,
-                tl.load(tail_v + v_tail[:, None] + (c + cc)[None, :], mask=held_rows, other=0.0),
-                vv,
-            )
-        u = precise_dot(T, vv, PRECISION)
-        tl.store(
-            U + tile * (64 * BV) + rows[:, None] * BV + c + cc[None, :],
-            u.to(dtype),
-            mask=(c + cc)[None, :] < BV,
-        )
-    # Gamma_i0 k waits where W goes, rather than in registers through the inverse.
-    tl.debug_barrier()
-    for c in tl.range(0, BK, BC, num_stages=1):
-        kk = tl.load(W + begins + rows[:, None] * BK + (c + cc)[None, :], mask=fine, other=0.0)
-        w = precise_dot(T, kk, PRECISION)
-        tl.debug_barrier()
-        tl.store(W + begins + rows[:, None] * BK + (c + cc)[None, :], w.to(dtype))
+        inverse = unit_lower_inverse(A, tl.float16, PRECISION)
+    tl.store(T + tile * 4096 + i * 64 + j, inverse.to(dtype))

@@ -9,10 +9,11 @@ import torch
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.chunk_table import ChunkTable, chunk_table
+from headstart.ops.gated_delta_rule.passes.config import SCRATCH, padded
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
-from headstart.ops.gated_delta_rule.triton.config import SCRATCH, padded
 
+FIXED = ("base", "carry", "k_edges", "v_edges")
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -20,22 +21,29 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 class Plan:
     """The spans of a call.
 
-    table: its sequences and chunks; span: chunks of a span.
+    table: its sequences and chunks; span: chunks of a span; edges: whether the scan copies whole
+    tiles and wants those made that are not whole in q, k and v.
     """
 
     call: GatedDeltaCall
     table: ChunkTable
     span: int
+    edges: bool
 
     @staticmethod
-    def of(call: GatedDeltaCall) -> Plan:
+    def of(call: GatedDeltaCall, edges: bool = False) -> Plan:
         """Spans of equal size, as few as the scratch allows."""
         cached = isinstance(call.state, CacheSlots)
         drafting = isinstance(call.state, CacheSlots) and call.state.cache.draft_tokens > 0
         table = chunk_table(call.schedule, cached, drafting)
-        most = max(1, SCRATCH // Plan(call, table, 1).bytes_of_a_span)
+        most = max(1, SCRATCH // Plan(call, table, 1, edges).bytes_of_a_span)
         spans = max(1, -(-table.count // most))
-        return Plan(call, table, max(1, -(-table.count // spans)))
+        return Plan(call, table, max(1, -(-table.count // spans)), edges)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a launch takes, those of a capacity included."""
+        return self.call.schedule.slot_count(self.call.schedule.N, 0)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -47,47 +55,52 @@ class Plan:
 
     @cached_property
     def tiles(self) -> bool:
-        """Whether gathered, normalised tiles of q and k are kept.
+        """Whether gathered, normalised tiles of q, k and v are kept.
 
-        Without them the scan copies rows of q in bulk, which takes aligned rows.
+        Without them the scan copies rows in bulk, which takes aligned rows.
         """
-        call, q = self.call, self.call.q
-        aligned = all(stride * q.element_size() % 16 == 0 for stride in q.stride()[:2])
-        aligned = aligned and q.data_ptr() % 16 == 0 and q.shape[0] > 0
+        call = self.call
+        aligned = all(aligned_rows(x) for x in (call.q, call.k, call.v)) and call.q.shape[0] > 0
         cached = isinstance(call.state, CacheSlots)
         return call.qk_l2norm or cached or call.per_channel or not aligned
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Name -> shape and dtype; all but `base` and `carry` grow with the span."""
+        """Name -> shape and dtype; all but those in FIXED grow with the span."""
         call = self.call
         H, HV, K, V = call.sizes
-        N = call.schedule.slot_count(call.schedule.N, 0)
+        N = self.sequences
         wide, kind, BK = torch.float32, call.q.dtype, padded(K)
         heads, keys = self.span * HV, self.span * H
         cached = isinstance(call.state, CacheSlots)
         row = ((heads, CHUNK), wide)
         shapes: dict[str, Shape] = {
-            "W": ((heads * CHUNK, BK), kind),
-            "U": ((heads * CHUNK, padded(V)), kind),
+            "T": ((heads * CHUNK, CHUNK), kind),
             "P": ((heads * CHUNK, CHUNK), kind),
             "from_start": row,
+            "strengths": row,
+            "clean": ((heads,), torch.int32),
         }
         if call.per_channel:
             # Tiles of q and k carry their value head's decay; a tail takes k as it was.
-            shapes |= dict.fromkeys(("q_tiles", "k_tiles"), ((heads * CHUNK, BK), kind))
+            tiles = ("q_tiles", "k_tiles", "k_starts")
+            shapes |= dict.fromkeys(tiles, ((heads * CHUNK, BK), kind))
             shapes["whole_decay"] = ((heads, BK), wide)
             if cached:
                 shapes["keys"] = ((keys * CHUNK, BK), kind)
                 shapes["log_decays"] = ((heads * CHUNK, BK), wide)
-                shapes["strengths"] = row
         else:
-            shapes |= {"to_end": row, "strengths": row, "sums": ((2 * heads, CHUNK), wide)}
-            shapes["clean"] = ((heads,), torch.int32)
+            shapes |= {"to_end": row, "sums": ((2 * heads, CHUNK), wide)}
             if self.tiles:
                 shapes |= dict.fromkeys(("q_tiles", "k_tiles"), ((keys * CHUNK, BK), kind))
             if cached:
                 shapes["log_decays"] = row
+        if self.tiles and not self.edges:
+            shapes["v_tiles"] = ((heads * CHUNK, padded(V)), kind)
+        if self.edges and not self.tiles:
+            shapes["k_edges"] = ((2 * N * H * CHUNK, BK), kind)
+        if self.edges and cached:
+            shapes["v_edges"] = ((2 * N * HV * CHUNK, padded(V)), kind)
         if cached:
             shapes["base"] = ((N, HV), torch.int32)
         if self.span < self.table.count:
@@ -102,8 +115,7 @@ class Plan:
     @property
     def bytes_of_a_span(self) -> int:
         """The part that grows with the span."""
-        fixed = ("base", "carry")
-        return sum(_bytes(*shape) for name, shape in self.shapes.items() if name not in fixed)
+        return sum(_bytes(*shape) for name, shape in self.shapes.items() if name not in FIXED)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -111,3 +123,9 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     for extent in shape:
         size *= extent
     return size
+
+
+def aligned_rows(x: torch.Tensor) -> bool:
+    """Whether rows of x [T, heads, columns] begin and step by multiples of 16 bytes."""
+    begins = 0 if x.device.type == "meta" else x.data_ptr()
+    return begins % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:2])

@@ -17,15 +17,16 @@ not finite, 64 if there is none.
 import triton
 import triton.language as tl
 
-from headstart.ops.gated_delta_rule.triton.gates import log_decay, strength
+from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
 
-VARYING = ("first_item",)
+VARYING = ["first_item"]
+SLOTS = ["slots"]
 CUT = tl.constexpr(-104.0)
 FAR = tl.constexpr(256.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def decays_kernel(
     g,
     beta,

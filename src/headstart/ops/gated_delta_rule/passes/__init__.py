@@ -1,0 +1,1 @@
+"""What both GPU implementations launch before their scans, and how any of it is launched."""

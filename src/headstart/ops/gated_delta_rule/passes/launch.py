@@ -1,0 +1,195 @@
+"""One call as launches: gates, what needs no state, and a serial scan, span after span.
+
+Kernels name their arguments alike, so a call collects them once, by name, and every launch takes
+those that its kernel names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headstart.ops.gated_delta_rule.cache import CacheSlots
+from headstart.ops.gated_delta_rule.passes.channel import (
+    channel_configuration,
+    prepare_channels_kernel,
+)
+from headstart.ops.gated_delta_rule.passes.config import (
+    DECAY_HEADS,
+    backend_of,
+    heads_together,
+    padded,
+    precision,
+    prepare_configuration,
+)
+from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
+from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
+from headstart.ops.gated_delta_rule.passes.scratch import Plan
+from headstart.ops.gated_delta_rule.pool import Pool
+from headstart.ops.gated_delta_rule.schedule import CHUNK
+from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
+from headstart.ops.gated_delta_rule.stores import Stores
+from headstart.runtime.launcher import current, device_ints, processors
+from headstart.runtime.workspace import default_workspace
+
+Given = dict[str, Any]
+
+
+def launch(
+    call: GatedDeltaCall, stores: Stores, plan: Plan, scan: Callable[[Given, int], None]
+) -> None:
+    """Launch the passes of every span; `scan(given, sequences)` launches the last one."""
+    with current(call.device):
+        given = _arguments(call, stores, plan) | _states(call, stores)
+        for parity, (first, last) in enumerate(plan.spans):
+            given |= {"first_item": first, "last_item": last, "parity": parity % 2}
+            if last > first:
+                _prepare(call, given, last - first)
+            scan(given, plan.sequences)
+
+
+def _prepare(call: GatedDeltaCall, given: Given, items: int) -> None:
+    H, HV, _, _ = call.sizes
+    backend = backend_of(call.device)
+    if call.per_channel:
+        blocks = channel_configuration(call.q.dtype, *backend)
+        start(prepare_channels_kernel, (HV, items), given | {"BC": blocks.BC}, blocks.warps)
+        return
+    start(decays_kernel, (-(-HV // DECAY_HEADS), items), given, DECAY_HEADS // 2)
+    config = prepare_configuration(call.q.dtype, backend[0])
+    together = heads_together(H, HV, items, processors(call.device))
+    own = {
+        "BC": min(config.BC, given["BK"], given["BV"]), "together": together,
+        "T": described(given["T"], CHUNK), "P": described(given["P"], CHUNK),
+    }  # fmt: skip
+    start(prepare_kernel, (HV // together, items), given | own, config.warps)
+
+
+def start(kernel: Any, grid: tuple[int, ...], given: Given, num_warps: int) -> None:
+    """Launch a kernel with the arguments it names.
+
+    Without contraction into fused multiply-adds: a value that one path reads from memory and
+    another forms in registers must give the same bits.
+    """
+    arguments = {name: given[name] for name in kernel.arg_names}
+    kernel[grid](**arguments, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def described(rows: torch.Tensor, columns: int) -> Any:
+    """A descriptor of tiles of 64 rows."""
+    return TensorDescriptor.from_tensor(rows, [CHUNK, columns])
+
+
+def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
+    """Tensors of the step and of the scratch, strides, and what is fixed for the call."""
+    H, HV, K, V = call.sizes
+    q, k, v, g, beta, o = call.q, call.k, call.v, call.g, call.beta, stores.o
+    workspace = call.workspace or default_workspace(call.device)
+    scratch = {
+        name: workspace.buffer(name, shape, dtype) for name, (shape, dtype) in plan.shapes.items()
+    }
+    gate = call.gate
+    bounded = gate.kind == "raw" and gate.lower_bound is not None
+    given: Given = {
+        "q": q, "k": k, "v": v, "o": o, "g": _some(g, q), "beta": _some(beta, q),
+        "a_log": _some(gate.a_log, q), "dt_bias": _some(gate.dt_bias, q),
+        "sequences": plan.table.sequences, "items": plan.table.items,
+        "scale": call.scale, "lower_bound": gate.lower_bound or 0.0,
+        "q_token": q.stride(0), "q_head": q.stride(1),
+        "k_token": k.stride(0), "k_head": k.stride(1),
+        "v_token": v.stride(0), "v_head": v.stride(1),
+        "o_token": o.stride(0), "o_head": o.stride(1),
+        "g_token": _stride(g, 0), "g_head": _stride(g, 1), "g_channel": _stride(g, 2),
+        "beta_token": _stride(beta, 0), "beta_head": _stride(beta, 1),
+        "bias_head": _stride(gate.dt_bias, 0), "bias_channel": _stride(gate.dt_bias, 1),
+        "H": H, "HV": HV, "K": K, "V": V, "BK": padded(K), "BV": padded(V), "BH": DECAY_HEADS,
+        "GATE": "bounded" if bounded else gate.kind, "BETA": gate.beta,
+        "HAS_G": g is not None, "HAS_BETA": beta is not None,
+        "HAS_BIAS": gate.dt_bias is not None, "NORMALISE": call.qk_l2norm,
+        "PER_CHANNEL": call.per_channel, "TILES": plan.tiles, "EDGES": plan.edges,
+        "PRECISION": precision(q.dtype, backend_of(call.device)[0]),
+    }  # fmt: skip
+    names = (
+        "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "k_edges", "v_edges", "keys",
+        "clean", "from_start", "to_end", "whole_decay", "sums", "strengths", "log_decays", "base",
+        "carry",
+    )  # fmt: skip
+    return given | {name: scratch.get(name, q) for name in names}
+
+
+def _states(call: GatedDeltaCall, stores: Stores) -> Given:
+    """Where states and snapshots are read and written, and the cache's tails."""
+    q, state = call.q, call.state
+    cache = state.cache.tensors if isinstance(state, CacheSlots) else {}
+    old = new = read = write = present = None
+    old_strides = new_strides = (0, 0, 0, 0)
+    if isinstance(state, CacheSlots):
+        old = new = cache["state"]
+        old_strides = new_strides = old.stride()
+        read = write = device_ints(state.slots, call.device)
+    elif isinstance(state, torch.Tensor):
+        old, old_strides = state, state.stride()
+    elif isinstance(state, Pool):
+        new, new_strides = state.tensor, _kv_strides(state)
+        if state.read_slots is not None:
+            old, old_strides = new, new_strides
+            read = device_ints(state.read_slots, call.device)
+            if state.present is not None:
+                present = device_ints(state.present, call.device)
+        slots = state.write_slots
+        write = read if slots is None else device_ints(slots, call.device)
+    if stores.state is not None:
+        new, new_strides = stores.state, stores.state.stride()
+    kept, kept_slots, kept_strides, kept_cache = stores.snapshots, None, (0, 0, 0, 0), {}
+    if kept is not None:
+        kept_strides = kept.stride()
+    elif isinstance(call.snapshots, Pool):
+        assert call.snapshots.write_slots is not None
+        kept, kept_strides = call.snapshots.tensor, _kv_strides(call.snapshots)
+        kept_slots = device_ints(call.snapshots.write_slots, call.device)
+    elif isinstance(call.snapshots, CacheSlots):
+        kept_cache = call.snapshots.cache.tensors
+        kept, kept_strides = kept_cache["state"], kept_cache["state"].stride()
+        kept_slots = device_ints(call.snapshots.slots, call.device)
+    given = {
+        "old_state": _some(old, q), "read_slots": _some(read, q), "slots": _some(read, q),
+        "present": _some(present, q), "new_state": _some(new, q), "write_slots": _some(write, q),
+        "snapshots": _some(kept, q), "snapshot_slots": _some(kept_slots, q),
+        "snapshot_position": _some(kept_cache.get("position"), q),
+        "snapshot_end": _some(kept_cache.get("end"), q),
+        "snap_position": _stride(kept_cache.get("position"), 0),
+        "position": _some(cache.get("position"), q), "tail_end": _some(cache.get("end"), q),
+        "position_slot": _stride(cache.get("position"), 0),
+        "tail_rows": state.cache.tail_rows if isinstance(state, CacheSlots) else 1,
+        "CACHED": bool(cache), "HAS_STATE": old is not None, "HAS_READ": read is not None,
+        "HAS_PRESENT": present is not None, "HAS_NEW": new is not None and not cache,
+        "HAS_WRITE": write is not None, "HAS_SNAPSHOTS": kept is not None,
+        "HAS_SNAPSHOT_SLOTS": kept_slots is not None, "SNAPSHOTS_CACHED": bool(kept_cache),
+    }  # fmt: skip
+    for name in ("tail_k", "tail_v", "tail_decay", "tail_beta"):
+        tail = cache.get(name)
+        given |= {
+            name: _some(tail, q),
+            f"{name}_slot": _stride(tail, 0),
+            f"{name}_head": _stride(tail, 1),
+        }
+    for prefix, strides in (("old", old_strides), ("new", new_strides), ("snap", kept_strides)):
+        given |= {f"{prefix}_{axis}": strides[i] for i, axis in enumerate("nhkv")}
+    return given
+
+
+def _some(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A pointer for an argument that a kernel does not read."""
+    return other if tensor is None else tensor
+
+
+def _stride(tensor: torch.Tensor | None, axis: int) -> int:
+    return 0 if tensor is None or tensor.dim() <= axis else tensor.stride(axis)
+
+
+def _kv_strides(pool: Pool) -> tuple[int, ...]:
+    n, h, a, b = pool.tensor.stride()
+    return (n, h, a, b) if pool.layout == "kv" else (n, h, b, a)
