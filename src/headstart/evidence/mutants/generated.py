@@ -35,7 +35,9 @@ SOURCES: dict[tuple[str, str], tuple[str, ...]] = {
         )
     ),
     ("convolution", "torch"): ("convolution/decomposed.py", "convolution/histories.py"),
-    ("gated_delta_rule", "triton"): ("gated_delta_rule/chunk_table.py", "gated_delta_rule/triton"),
+    ("gated_delta_rule", "triton"): (
+        "gated_delta_rule/chunk_table.py", "gated_delta_rule/passes", "gated_delta_rule/triton",
+    ),
     ("extend_attention", "triton"): (
         "extend_attention/tile_table.py", "extend_attention/triton",
     ),

@@ -11,10 +11,11 @@ from headstart.evidence.mutants.record import Mutant
 
 _mutant = partial(Mutant, op="gated_delta_rule", implementation="triton")
 SCAN = "gated_delta_rule/triton/scan.py"
-PREPARE = "gated_delta_rule/triton/prepare.py"
-DECAYS = "gated_delta_rule/triton/decays.py"
-INVERSE = "gated_delta_rule/triton/inverse.py"
-GATES = "gated_delta_rule/triton/gates.py"
+PREPARE = "gated_delta_rule/passes/prepare.py"
+DECAYS = "gated_delta_rule/passes/decays.py"
+INVERSE = "gated_delta_rule/passes/inverse.py"
+CHANNEL = "gated_delta_rule/passes/channel.py"
+GATES = "gated_delta_rule/passes/gates.py"
 TABLE = "gated_delta_rule/chunk_table.py"
 
 MUTANTS = (
@@ -65,8 +66,8 @@ MUTANTS = (
         name="kernel-head-ratio",
         fault="Value head j reads key head j mod H.",
         file=PREPARE,
-        old="    key_head = head // (HV // H)",
-        new="    key_head = head % H",
+        old="    key_head = first_head // (HV // H)",
+        new="    key_head = first_head % H",
         checks=("rule",),
     ),
     _mutant(
@@ -83,8 +84,8 @@ MUTANTS = (
         fault="Rows of the sequence before are written by this one's first chunk.",
         pitfall=8,
         file=SCAN,
-        old="        at = low + rows\n        new = (at >= start) & (at < end)\n        w = W",
-        new="        at = low + rows\n        new = at < end\n        w = W",
+        old="        at = low + rows\n        new = (at >= start) & (at < end)\n        source",
+        new="        at = low + rows\n        new = at < end\n        source",
         checks=("rule cache",),
     ),
     _mutant(
@@ -107,12 +108,60 @@ MUTANTS = (
     ),
     _mutant(
         name="kernel-tail-mask-dropped",
-        fault="Rows that hold no token have a beta of 1.",
+        fault="Rows that hold no token decay the state as a projection of 0 does.",
         pitfall=6,
         file=DECAYS,
-        old="        b = tl.where(new, strength(b, BETA), 0.0)",
-        new="        b = tl.where(new, strength(b, BETA), 1.0)",
-        checks=("rule cache", "rule", "rule raw gates"),
+        old="        decay = tl.where(new, log_decay(decay, rate, bias, lower_bound, GATE), 0.0)",
+        new="        decay = log_decay(decay, rate, bias, lower_bound, GATE)",
+        checks=("rule raw gates",),
+    ),
+    _mutant(
+        name="kernel-beta-dropped",
+        fault="The update is not weighed by beta.",
+        file=SCAN,
+        old="x * inside[None, :]) * b[None, :]",
+        new="x * inside[None, :])",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-start-decay-dropped",
+        fault="What a row reads of the state before its chunk is not decayed.",
+        file=SCAN,
+        old="- x * inside[None, :]) * b",
+        new="- x) * b",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-own-row-unseen",
+        fault="An output does not see its own token.",
+        file=PREPARE,
+        old="tl.where((i >= j) & kept[None, :]",
+        new="tl.where((i > j) & kept[None, :]",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-channel-tail-decay-dropped",
+        fault="With decays per channel, those of a tail are not read.",
+        file=CHANNEL,
+        old="            decay = tl.where(held_rows, kept_decay, decay)\n",
+        new="",
+        checks=("channels cache",),
+    ),
+    _mutant(
+        name="kernel-channel-level-missing",
+        fault="With decays per channel, halves of a chunk do not see each other.",
+        file=CHANNEL,
+        old="        for level in tl.range(0, 6, num_stages=1):",
+        new="        for level in tl.range(0, 5, num_stages=1):",
+        checks=("channels",),
+    ),
+    _mutant(
+        name="kernel-channel-last-decay-dropped",
+        fault="With decays per channel, that of a chunk's last token does not reach the state.",
+        file=CHANNEL,
+        old="        total = tl.sum(tl.where(i == 63, reach, 0.0), 0)",
+        new="        total = tl.sum(tl.where(i == 62, reach, 0.0), 0)",
+        checks=("channels mild decays",),
     ),
     _mutant(
         name="kernel-tail-row-missing",
@@ -170,7 +219,7 @@ MUTANTS = (
         name="kernel-fused-arithmetic",
         fault="The compiler may contract a product and a sum: bits depend on the path.",
         pitfall=19,
-        file="gated_delta_rule/triton/call.py",
+        file="gated_delta_rule/passes/launch.py",
         old="enable_fp_fusion=False",
         new="enable_fp_fusion=True",
         checks=("bits of splits", "bits of drafts", "bits of splits normalised",
