@@ -272,17 +272,18 @@ def test_nan_of_one_column_of_v_stays_in_that_column(rule):
     assert torch.equal(found[..., others], plain[..., others])
 
 
-@pytest.mark.skipif(KERNELS, reason="finite inputs that overflow may spoil their chunk in kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [40, 1e4])
 @pytest.mark.parametrize("row", [67, 100, 127])
-def test_rows_that_overflow_spoil_no_earlier_row(rule, row):
-    """Keys of squared norm 10**8 let the state grow past float32 within a few rows."""
-    x = draw(140, 1, 2, 16, 24, seed=27)
+def test_rows_that_overflow_spoil_no_earlier_row(rule, row, size, dtype):
+    """Keys far from normalised, as in a draft gone wrong, let the state grow past all numbers."""
+    x = draw(140, 1, 2, 16, 24, dtype=dtype, seed=27)
     x = x.but(g=torch.zeros_like(x.g), beta=torch.ones_like(x.beta))
     wild = x.clone()
-    wild.k[row:] *= 1e4
+    wild.k[row:] *= size
     plain, found = rule(*x, reproducible=True).o, rule(*wild, reproducible=True).o
     assert torch.equal(found[:row], plain[:row])
-    assert not found.isfinite().all()
+    assert size == 40 or not found.isfinite().all()
 
 
 def test_nan_in_a_state_stays_in_its_sequence(rule):

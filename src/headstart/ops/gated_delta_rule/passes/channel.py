@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
-from headstart.ops.gated_delta_rule.passes.inverse import unit_lower_inverse
+from headstart.ops.gated_delta_rule.passes.inverse import TAME, unit_lower_inverse
 
 VARYING = ["first_item"]
 SLOTS = ["slots"]
@@ -225,6 +225,7 @@ def prepare_channels_kernel(
     A = tl.zeros((64, 64), tl.float32)
     p = tl.zeros((64, 64), tl.float32)
     own = tl.zeros((64,), tl.float32)
+    norms = tl.zeros((64,), tl.float32)
     for c in tl.range(0, BK, BC, num_stages=1):
         in_k = (c + cc)[None, :] < K
         taken = new[:, None] & in_k
@@ -265,6 +266,7 @@ def prepare_channels_kernel(
                 tl.store(keys + key_tile * (64 * BK) + rows[:, None] * BK + (c + cc)[None, :], kk)
         spoiled |= not_finite(kk)
         own += tl.sum(qq.to(tl.float32) * kk.to(tl.float32), 1)
+        norms += tl.sum(kk.to(tl.float32) * kk.to(tl.float32), 1)
 
         # In units of log 2, within blocks that grow: up to and with each row; after it.
         before = decay * LOG2E
@@ -303,14 +305,13 @@ def prepare_channels_kernel(
 
     # From the first row that is not finite on, rows count as empty.
     first = tl.min(tl.where(spoiled != 0, rows, 64), 0)
-    tl.store(clean + tile, first)
-    tl.store(from_start + tile * 64 + rows, tl.where(rows < first, 1.0, float("nan")))
     p = tl.where(i == j, own[:, None], p)
     p = tl.where((i >= j) & (j < first), p * scale, 0.0)
     tl.store(P + tile * 4096 + i * 64 + j, p.to(dtype))
     A = tl.where((i > j) & (i < first), A * b[:, None], 0.0)
-    if dtype == tl.float32:
-        inverse = unit_lower_inverse(A, tl.float32, PRECISION)
-    else:
-        inverse = unit_lower_inverse(A, tl.float16, PRECISION)
-    tl.store(T + tile * 4096 + i * 64 + j, inverse.to(dtype))
+    wild = tl.max(tl.where(rows < first, norms * b, 0.0), 0) > TAME
+    inverse, grown = unit_lower_inverse(A, wild, dtype, PRECISION)
+    tl.store(T + tile * 4096 + i * 64 + j, inverse)
+    first = tl.minimum(first, grown)
+    tl.store(clean + tile, first)
+    tl.store(from_start + tile * 64 + rows, tl.where(rows < first, 1.0, float("nan")))

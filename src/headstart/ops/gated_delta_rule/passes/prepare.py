@@ -20,7 +20,7 @@ alone.
 import triton
 import triton.language as tl
 
-from headstart.ops.gated_delta_rule.passes.inverse import unit_lower_inverse
+from headstart.ops.gated_delta_rule.passes.inverse import TAME, unit_lower_inverse
 
 VARYING = ["first_item", "together"]
 SLOTS = ["slots"]
@@ -171,6 +171,7 @@ def prepare_kernel(
                 tl.store(k_edges + begins + columns, kk)
         products = tl.dot(kk, tl.trans(kk), products, input_precision=PRECISION)
         p = tl.dot(qq, tl.trans(kk), p, input_precision=PRECISION)
+    norms = tl.sum(tl.where(i == j, products, 0.0), 1)
     # A sum over all tells whether to look for the row.
     clean_key = tl.full((), 64, tl.int32)
     if tl.sum(products * 0.0) != 0.0:
@@ -180,8 +181,7 @@ def prepare_kernel(
                 k_rows + columns, k_tail + columns, new, old, columns < K, k_norms, CACHED
             )
             clean_key = tl.minimum(clean_key, first_spoiled(kk))
-        squares = tl.sum(tl.where(i == j, products * 0.0, 0.0), 1)
-        clean_key = tl.minimum(clean_key, tl.min(tl.where(squares != 0.0, rows, 64), 0))
+        clean_key = tl.minimum(clean_key, tl.min(tl.where(norms * 0.0 != 0.0, rows, 64), 0))
 
     for head in tl.range(first_head, first_head + together, num_stages=1):
         tile = local * HV + head
@@ -201,9 +201,6 @@ def prepare_kernel(
                     tl.store(v_edges + begins + columns, vv)
             if tl.sum(vv.to(tl.float32) * 0.0) != 0.0:
                 clean_row = tl.minimum(clean_row, first_spoiled(vv))
-        if clean_row < 64:
-            tl.store(clean + tile, clean_row)
-            tl.store(from_start + square + rows, float("nan"), mask=rows >= clean_row)
         kept = rows < clean_row
         b = tl.where(kept, tl.load(strengths + square + rows), 0.0)
         two = square + tile // HV * (HV * 64)
@@ -212,8 +209,10 @@ def prepare_kernel(
         G = tl.exp2((high[:, None] - high[None, :]) + (rest[:, None] - rest[None, :]))
         P.store([tile * 64, 0], tl.where((i >= j) & kept[None, :], p * (G * scale), 0.0).to(dtype))
         A = tl.where((i > j) & kept[:, None], products * G * b[:, None], 0.0)
-        if dtype == tl.float32:
-            inverse = unit_lower_inverse(A, tl.float32, PRECISION)
-        else:
-            inverse = unit_lower_inverse(A, tl.float16, PRECISION)
-        T.store([tile * 64, 0], inverse.to(dtype))
+        wild = tl.max(tl.where(kept, norms * b, 0.0), 0) > TAME
+        inverse, grown = unit_lower_inverse(A, wild, dtype, PRECISION)
+        T.store([tile * 64, 0], inverse)
+        clean_row = tl.minimum(clean_row, grown)
+        if clean_row < 64:
+            tl.store(clean + tile, clean_row)
+            tl.store(from_start + square + rows, float("nan"), mask=rows >= clean_row)
