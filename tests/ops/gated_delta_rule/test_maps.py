@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tests.implementations import by_name
 from tests.ops.gated_delta_rule import oracle
 from tests.ops.gated_delta_rule.inputs import INF, draw, late_forget, packed, replay
 from tests.ops.gated_delta_rule.oracle import expect_close, expect_state, relative
@@ -210,12 +211,9 @@ def test_arguments_of_a_map_are_named_as_it_has_them():
 # Token by token
 
 
-@pytest.fixture(params=["reference", "torch"])
-def recurrent(request):
-    def run(*args, **kwargs):
-        return recurrent_gated_delta_rule(*args, implementation=request.param, **kwargs)
-
-    return run
+@pytest.fixture
+def recurrent(implementation):
+    return by_name(recurrent_gated_delta_rule, implementation)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])

@@ -312,6 +312,7 @@ _RECURRENT = dispatch.register(
         name="recurrent_gated_delta_rule",
         bind=_bind_recurrent,
         places={
+            "triton": f"{_HERE}.triton.recurrent:IMPLEMENTATION",
             "torch": f"{_HERE}.decomposed:TOKEN_BY_TOKEN",
             "reference": f"{_HERE}.reference:IMPLEMENTATION",
         },

@@ -14,7 +14,7 @@ before it must not meet it as 0 times infinity; their bits do not change.
 
 # Kernels are written in Triton's language, which reads other types than Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl

@@ -43,7 +43,7 @@ def launch(
 ) -> None:
     """Launch the passes of every span; `scan(given, sequences)` launches the last one."""
     with current(call.device):
-        given = _arguments(call, stores, plan) | _states(call, stores)
+        given = _arguments(call, stores, plan) | state_arguments(call, stores)
         for parity, (first, last) in enumerate(plan.spans):
             given |= {"first_item": first, "last_item": last, "parity": parity % 2}
             if last > first:
@@ -84,19 +84,31 @@ def described(rows: torch.Tensor, columns: int) -> Any:
 
 
 def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
-    """Tensors of the step and of the scratch, strides, and what is fixed for the call."""
-    H, HV, K, V = call.sizes
-    q, k, v, g, beta, o = call.q, call.k, call.v, call.g, call.beta, stores.o
+    """What the step and the scratch of a chunked call consist of."""
     workspace = call.workspace or default_workspace(call.device)
     scratch = {
         name: workspace.buffer(name, shape, dtype) for name, (shape, dtype) in plan.shapes.items()
     }
-    gate = call.gate
+    names = (
+        "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "k_edges", "v_edges", "keys",
+        "clean", "from_start", "to_end", "whole_decay", "sums", "strengths", "log_decays", "base",
+        "carry",
+    )  # fmt: skip
+    return step_arguments(call, stores.o) | {
+        "sequences": plan.table.sequences, "items": plan.table.items,
+        "TILES": plan.tiles, "EDGES": plan.edges, "BH": DECAY_HEADS,
+        **{name: scratch.get(name, call.q) for name in names},
+    }  # fmt: skip
+
+
+def step_arguments(call: GatedDeltaCall, o: torch.Tensor) -> Given:
+    """Tensors of a step, their strides, and what is fixed for the call."""
+    H, HV, K, V = call.sizes
+    q, k, v, g, beta, gate = call.q, call.k, call.v, call.g, call.beta, call.gate
     bounded = gate.kind == "raw" and gate.lower_bound is not None
-    given: Given = {
+    return {
         "q": q, "k": k, "v": v, "o": o, "g": _some(g, q), "beta": _some(beta, q),
         "a_log": _some(gate.a_log, q), "dt_bias": _some(gate.dt_bias, q),
-        "sequences": plan.table.sequences, "items": plan.table.items,
         "scale": call.scale, "lower_bound": gate.lower_bound or 0.0,
         "q_token": q.stride(0), "q_head": q.stride(1),
         "k_token": k.stride(0), "k_head": k.stride(1),
@@ -105,22 +117,16 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
         "g_token": _stride(g, 0), "g_head": _stride(g, 1), "g_channel": _stride(g, 2),
         "beta_token": _stride(beta, 0), "beta_head": _stride(beta, 1),
         "bias_head": _stride(gate.dt_bias, 0), "bias_channel": _stride(gate.dt_bias, 1),
-        "H": H, "HV": HV, "K": K, "V": V, "BK": padded(K), "BV": padded(V), "BH": DECAY_HEADS,
+        "H": H, "HV": HV, "K": K, "V": V, "BK": padded(K), "BV": padded(V),
         "GATE": "bounded" if bounded else gate.kind, "BETA": gate.beta,
         "HAS_G": g is not None, "HAS_BETA": beta is not None,
         "HAS_BIAS": gate.dt_bias is not None, "NORMALISE": call.qk_l2norm,
-        "PER_CHANNEL": call.per_channel, "TILES": plan.tiles, "EDGES": plan.edges,
+        "PER_CHANNEL": call.per_channel,
         "PRECISION": precision(q.dtype, backend_of(call.device)[0]),
     }  # fmt: skip
-    names = (
-        "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "k_edges", "v_edges", "keys",
-        "clean", "from_start", "to_end", "whole_decay", "sums", "strengths", "log_decays", "base",
-        "carry",
-    )  # fmt: skip
-    return given | {name: scratch.get(name, q) for name in names}
 
 
-def _states(call: GatedDeltaCall, stores: Stores) -> Given:
+def state_arguments(call: GatedDeltaCall, stores: Stores) -> Given:
     """Where states and snapshots are read and written, and the cache's tails."""
     q, state = call.q, call.state
     cache = state.cache.tensors if isinstance(state, CacheSlots) else {}

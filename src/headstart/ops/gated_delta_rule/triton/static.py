@@ -19,6 +19,7 @@ from headstart.ops.gated_delta_rule.passes.config import (
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
 from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
+from headstart.ops.gated_delta_rule.triton.recurrent import COLUMNS, WARPS, recurrent_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
 from headstart.runtime.static import StaticKernel, Target
 
@@ -113,10 +114,12 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
             }  # fmt: skip
+            pool = {"HAS_READ": cached, "HAS_WRITE": cached, "HAS_NEW": True}
             for fn, own, warps, stages in (
                 (decays_kernel, gates | {"BH": DECAY_HEADS}, DECAY_HEADS // 2, 3),
                 (prepare_kernel, gates | {"BC": min(first.BC, BK, padded(V))}, first.warps, 3),
                 (prepare_channels_kernel, gates | channels, blocks.warps, 3),
+                (recurrent_kernel, scan | gates | pool | {"BV": COLUMNS}, WARPS, 3),
                 (scan_kernel, scan, config.warps, 3),
                 (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.warps, 3),
             ):  # fmt: skip
@@ -134,7 +137,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                         constexprs=constexprs,
                         num_warps=warps,
                         num_stages=stages,
-                        has_product=fn is not decays_kernel,
+                        has_product=fn not in (decays_kernel, recurrent_kernel),
                         attrs=attrs,
                         options={"enable_fp_fusion": False},
                     )
