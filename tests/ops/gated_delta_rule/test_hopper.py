@@ -1,0 +1,117 @@
+"""What a call launches on Hopper compiles, with the types and divisors that the launch would see.
+
+The kernel runs on a GPU alone; this is what a machine without one can tell.
+"""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from headstart import DeltaCache, Gate, Pool, Schedule  # noqa: E402
+from headstart.ops.gated_delta_rule import spec  # noqa: E402
+from headstart.ops.gated_delta_rule.hopper import call as hopper  # noqa: E402
+from headstart.ops.gated_delta_rule.passes import launch  # noqa: E402
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+         torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
+
+
+def compiled(kernel, arguments, **options):
+    """The kernel for these arguments, specialised as a launch does it."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        divisible = True
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[name], constants[name], divisible = "constexpr", value, False
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+            divisible = value.data_ptr() % 16 == 0
+        elif isinstance(value, hopper.TensorDescriptor):
+            kind = f"{NAMES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}"
+            signature[name], divisible = f"tensordesc<{kind}>", False
+        elif isinstance(value, float):
+            signature[name], divisible = "fp32", False
+        else:
+            signature[name] = "i32"
+            divisible = value % 16 == 0
+        if divisible and not parameter.do_not_specialize:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def inputs(T, H, HV, dtype=torch.bfloat16):
+    q, k = torch.zeros(2, T, H, 128, dtype=dtype)
+    return q, k, torch.zeros(T, HV, 128, dtype=dtype), torch.zeros(T, HV), torch.zeros(T, HV)
+
+
+def cached(*lengths, drafts=0, **schedule):
+    schedule["drafts"] = drafts > 0
+    cache = DeltaCache(4, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, device="cpu",
+                       draft_tokens=drafts)  # fmt: skip
+    return {"schedule": Schedule(lengths, device="cpu", **schedule),
+            "state": cache.at(list(range(len(lengths))))}  # fmt: skip
+
+
+CALLS = {
+    "plain": lambda: (inputs(100, 1, 2), {"return_state": True}),
+    "one head, a state": lambda: (
+        inputs(64, 1, 1, torch.float16),
+        {"state": torch.zeros(1, 1, 128, 128), "return_state": True},
+    ),
+    "a pool": lambda: (
+        inputs(90, 2, 6),
+        {
+            "schedule": [60, 30],
+            "qk_l2norm": True,
+            "state": Pool(
+                torch.zeros(5, 6, 128, 128),
+                [1, 2],
+                [3, -1],
+                torch.tensor([True, False]),
+                layout="vk",
+            ),
+        },
+    ),
+    "drafts": lambda: (
+        inputs(9, 2, 4),
+        {
+            **cached(4, 5, drafts=16, start_positions=[100, 0]),
+            "gate": Gate.raw(torch.zeros(4), torch.zeros(4), beta="logit"),
+        },
+    ),
+    "snapshots": lambda: (
+        inputs(140, 2, 4),
+        {**cached(140, snapshot_every=64), "snapshots": torch.float32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_call_launches_compiles(monkeypatch, name):
+    found = []
+
+    class Launched:
+        arg_names, params = hopper.scan_kernel.arg_names, hopper.scan_kernel.params
+
+        def __getitem__(self, grid):
+            return self.compile
+
+        def compile(self, num_warps, maxnreg, **arguments):
+            found.append(compiled(kernel, arguments, num_warps=num_warps, maxnreg=maxnreg))
+
+    kernel = hopper.scan_kernel
+    monkeypatch.setattr(launch, "start", lambda *a, **k: None)
+    monkeypatch.setattr(hopper, "scan_kernel", Launched())
+    tensors, options = CALLS[name]()
+    arguments = dict.fromkeys(("schedule", "state", "snapshots", "scale", "reproducible"))
+    arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
+    arguments |= {"workspace": None, "out": None} | options
+    hopper.run(spec.bind(*tensors, **arguments))
+    assert found
+    assert all("wgmma" in kernel.asm["ptx"] for kernel in found)
