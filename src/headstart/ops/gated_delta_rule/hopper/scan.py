@@ -8,7 +8,7 @@ says where states, tails and snapshots go), one program per block of V, value he
 What is particular: S, transposed [BV, K], and every left operand stay in registers; tiles of k, q,
 v, T and P arrive through the tensor memory accelerator in a ring of STAGES; products are issued
 before earlier ones have ended wherever nothing waits for them, and rows of o leave during the next
-chunk.
+chunk. K and V are whole blocks: nothing is masked by column.
 
 A tile is copied whole, with rows of other sequences in it. Those take no part: in v by a select, in
 o by a masked store, in k because `prepare` keeps such tiles apart, in `k_edges`.
@@ -134,13 +134,9 @@ def copy_tiles(
 
 
 @gluon.jit
-def store_state(S, tensor, k, v, K: gl.constexpr, V: gl.constexpr, sk, sv):
+def store_state(S, tensor, k, v, sk, sv):
     """Store S [BV, K] at `tensor`, rounded to its dtype."""
-    gl.store(
-        tensor + k[None, :] * sk + v[:, None] * sv,
-        S.to(tensor.dtype.element_ty),
-        mask=(v[:, None] < V) & (k[None, :] < K),
-    )
+    gl.store(tensor + k[None, :] * sk + v[:, None] * sv, S.to(tensor.dtype.element_ty))
 
 
 @gluon.jit
@@ -163,7 +159,7 @@ def send_rows(
         gl.store(
             o + (source + rows).to(gl.int64)[:, None] * o_token + head * o_head + columns[None, :],
             lines,
-            mask=((rows >= lower) & (rows < upper))[:, None] & (columns < V)[None, :],
+            mask=((rows >= lower) & (rows < upper))[:, None],
         )
         gl.thread_barrier()
 
@@ -176,11 +172,13 @@ def chain(
     position, tail_end, tail_k, tail_v, tail_decay, tail_beta,
     q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, o_tile, full, empty,
     n, head, block, first_item, last_item, parity, scale,
-    v_token, v_head, o_token, o_head, old_n, old_h, old_k, old_v, new_n, new_h, new_k, new_v,
-    snap_n, snap_h, snap_k, snap_v, snap_position, position_slot,
+    v_token, v_head, o_token, o_head, old_n, old_h, new_n, new_h,
+    snap_n, snap_h, snap_position, position_slot,
     tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
     tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, CACHED: gl.constexpr,
@@ -205,7 +203,6 @@ def chain(
     first, last, stands = run_of(sequences, base, n, head, first_item, last_item, HV, CACHED)
     ck = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
     cv = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
-    in_state = (cv < V)[:, None] & (ck < K)[None, :]
     rows = gl.arange(0, 64, layout=COLUMN)
 
     # The state that the first chunk of this span meets, and where tail rows begin.
@@ -226,7 +223,7 @@ def chain(
         if HAS_STATE:
             found = old_state + gl.maximum(slot, 0) * old_n + head * old_h
             found = found + ck[None, :] * old_k + cv[:, None] * old_v
-            S = gl.load(found, mask=in_state & there, other=0.0).to(gl.float32)
+            S = gl.load(found, mask=there, other=0.0).to(gl.float32)
         if HAS_SNAPSHOTS:
             if (opening >= 0) & (stands == start // 64 * 64):
                 target = opening.to(gl.int64)
@@ -234,7 +231,7 @@ def chain(
                     target = gl.load(snapshot_slots + opening).to(gl.int64)
                 if target >= 0:
                     kept = snapshots + target * snap_n + head * snap_h
-                    store_state(S, kept, ck, cv, K, V, snap_k, snap_v)
+                    store_state(S, kept, ck, cv, snap_k, snap_v)
                     if SNAPSHOTS_CACHED:
                         if block == 0:
                             gl.store(snapshot_position + target * snap_position + head, stands)
@@ -242,7 +239,7 @@ def chain(
     else:
         carried = carry + ((1 - parity) * HV + head) * (K * V)
         carried = carried + ck[None, :] * V + cv[:, None]
-        S = gl.load(carried, mask=in_state, other=0.0).to(gl.float32)
+        S = gl.load(carried).to(gl.float32)
 
     write = n.to(gl.int64)
     if HAS_WRITE:
@@ -311,7 +308,7 @@ def chain(
                     target = gl.load(snapshot_slots + after).to(gl.int64)
                 if target >= 0:
                     kept = snapshots + target * snap_n + head * snap_h
-                    store_state(S, kept, ck, cv, K, V, snap_k, snap_v)
+                    store_state(S, kept, ck, cv, snap_k, snap_v)
                     if SNAPSHOTS_CACHED:
                         if block == 0:
                             gl.store(snapshot_position + target * snap_position + head, low + 64)
@@ -320,7 +317,7 @@ def chain(
             if low + 64 == fold:
                 if write >= 0:
                     kept = new_state + write * new_n + head * new_h
-                    store_state(S, kept, ck, cv, K, V, new_k, new_v)
+                    store_state(S, kept, ck, cv, new_k, new_v)
     if last > first:
         low = (first_chunk + last - 1 - begin) * 64
         send_rows(
@@ -328,10 +325,10 @@ def chain(
             gl.minimum(end - low, 64), head, block, o_token, o_head, V, BV,
         )  # fmt: skip
     if last < begin + count:
-        store_state(S, carry + (parity * HV + head) * (K * V), ck, cv, K, V, V, 1)
+        store_state(S, carry + (parity * HV + head) * (K * V), ck, cv, V, 1)
     elif HAS_NEW:
         if write >= 0:
-            store_state(S, new_state + write * new_n + head * new_h, ck, cv, K, V, new_k, new_v)
+            store_state(S, new_state + write * new_n + head * new_h, ck, cv, new_k, new_v)
     tma.store_wait(0)
     if CACHED:
         if write >= 0:
@@ -370,7 +367,7 @@ def keep_tail(
             key_tile = (local * H + key_head).to(gl.int64)
             ring = (at % tail_rows).to(gl.int64)
             source = (row + at - start).to(gl.int64)
-            there = new[:, None] & (in_block < V)[None, :]
+            there = new[:, None]
             values = gl.load(
                 v + source[:, None] * v_token + head * v_head + in_block[None, :],
                 mask=there, other=0.0,
@@ -385,7 +382,7 @@ def keep_tail(
                     gl.store(
                         kept_k + ring[:, None] * K + channels[None, :],
                         keys,
-                        mask=new[:, None] & (channels < K)[None, :],
+                        mask=new[:, None],
                     )
                 decays = tail_decay + write * tail_decay_slot + head * tail_decay_head
                 gl.store(decays + ring, gl.load(log_decays + tile * 64 + rows), mask=new)
@@ -405,11 +402,13 @@ def scan_kernel(
     position, tail_end, tail_k, tail_v, tail_decay, tail_beta,
     first_item, last_item, parity, scale,
     q_head, k_head, v_token, v_head, o_token, o_head,
-    old_n, old_h, old_k, old_v, new_n, new_h, new_k, new_v,
-    snap_n, snap_h, snap_k, snap_v, snap_position, position_slot,
+    old_n, old_h, new_n, new_h,
+    snap_n, snap_h, snap_position, position_slot,
     tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
     tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, CACHED: gl.constexpr,
@@ -450,11 +449,12 @@ def scan_kernel(
                 q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, o_tile, full, empty,
                 n, head, block, first_item, last_item, parity, scale,
                 v_token, v_head, o_token, o_head,
-                old_n, old_h, old_k, old_v, new_n, new_h, new_k, new_v,
-                snap_n, snap_h, snap_k, snap_v, snap_position, position_slot,
+                old_n, old_h, new_n, new_h,
+                snap_n, snap_h, snap_position, position_slot,
                 tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
                 tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-                H, HV, K, V, BV, HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE,
+                H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
+                HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE,
                 HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, STAGES,
             )),
             (copy_tiles, (

@@ -17,7 +17,7 @@ FLOATS = {"from_start", "to_end", "log_decays", "strengths", "carry", "old_state
           "snapshots", "tail_decay", "tail_beta"}  # fmt: skip
 INTEGERS = {"clean", "base", "sequences", "items", "read_slots", "write_slots", "snapshot_slots",
             "snapshot_position", "snapshot_end", "position", "tail_end"}  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "tail_rows", "old_v", "new_v", "snap_v"}
+ODD = {"first_item", "last_item", "parity", "tail_rows"}
 
 
 def kernels(target: Target) -> list[StaticKernel]:
@@ -32,7 +32,8 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "CACHED": cached,
-                "TILES": cached,
+                "TILES": cached, "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1,
+                "snap_k": 128, "snap_v": 1,
             }  # fmt: skip
             signature, attrs = {}, {}
             for argument in scan_kernel.arg_names:
