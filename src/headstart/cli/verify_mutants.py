@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import need, seed_option
 from headstart.cli.verify import device_option, place, report_failures
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LEAST_KILLED = 0.9
 @click.option("--generated", type=click.IntRange(min=0), metavar="N",
               help=f"Draw so many more; default: {GENERATED} of what runs on a CPU as it is, none "
               "beside a MUTANT.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated ones.")
+@seed_option("Of the generated ones.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True,
               help="Processes, a thread each.")  # fmt: skip
 @click.option("--list", "only_list", is_flag=True, help="Show the mutants, run nothing.")

@@ -22,7 +22,24 @@ class Equivalent:
     reason: str
 
 
-EQUIVALENTS: tuple[Equivalent, ...] = ()
+EQUIVALENTS = (
+    Equivalent(
+        file="convolution/decomposed.py",
+        old="        if end - begin <= past:",
+        new="        if end + begin <= past:",
+        reason="A sequence of at most width - 1 rows gives an empty stretch, or rows of a longer "
+        "one that are computed in vain: `_heads` writes all of its rows afterwards.",
+    ),
+    Equivalent(
+        file="gated_delta_rule/chunk_scan.py",
+        old="            count + 1 < len(run.step.chunks) or run.step.fold >= "
+        "self._ends(run, count)",
+        new="            count + 1 <= len(run.step.chunks) or run.step.fold >= "
+        "self._ends(run, count)",
+        reason="The state after the last chunk of a sequence is computed although nobody reads it: "
+        "what is written is the state at `fold`, which `_pass` waits for.",
+    ),
+)
 
 
 def reason_of(mutant: Mutant) -> str | None:

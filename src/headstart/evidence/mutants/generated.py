@@ -8,6 +8,7 @@ judged by all checks of its operation, of which listed mutants name single ones.
 from __future__ import annotations
 
 import ast
+import functools
 import random
 from collections.abc import Iterator
 from itertools import count, zip_longest
@@ -97,10 +98,16 @@ def _shuffled(found: list[Edit], at: random.Random) -> list[Edit]:
 def _changes(text: str, edit: Edit) -> bool:
     """Whether the edited text is a program, and another one."""
     try:
-        edited = ast.parse(edit.apply(text))
+        return _tree(edit.apply(text)) != _kept_tree(text)
     except SyntaxError:
         return False
-    return ast.dump(edited) != ast.dump(ast.parse(text))
+
+
+def _tree(text: str) -> str:
+    return ast.dump(ast.parse(text))
+
+
+_kept_tree = functools.cache(_tree)
 
 
 def _mutant(
