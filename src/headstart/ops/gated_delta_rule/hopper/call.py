@@ -65,7 +65,7 @@ def run(call: GatedDeltaCall) -> GatedDelta:
         sequence_steps(call)  # raises where a start is not legal in its slot
     stores = Stores.allocate(call, torch.float32)
     plan = Plan.of(call, edges=True)
-    if plan.sequences:
+    if plan.facts.sequences:
         launch(call, stores, plan, _scan)
     return stores.result
 
@@ -94,8 +94,14 @@ def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """A descriptor of tiles of 64 rows of x [rows, ...]; a head begins at its stride in a row."""
     width = sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
     block = [CHUNK, columns]
-    layout: Any = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, [x.shape[0], width], [x.stride(0), 1], block, layout)
+    return TensorDescriptor(
+        x, [x.shape[0], width], [x.stride(0), 1], block, _layout(*block, x.dtype)
+    )
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 IMPLEMENTATION = Implementation("hopper", declines, run, workspace_bytes)

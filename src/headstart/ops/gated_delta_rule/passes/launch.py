@@ -48,7 +48,7 @@ def launch(
             given |= {"first_item": first, "last_item": last, "parity": parity % 2}
             if last > first:
                 _prepare(call, given, last - first)
-            scan(given, plan.sequences)
+            scan(given, plan.facts.sequences)
 
 
 def _prepare(call: GatedDeltaCall, given: Given, items: int) -> None:
@@ -96,7 +96,7 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
     )  # fmt: skip
     return step_arguments(call, stores.o) | {
         "sequences": plan.table.sequences, "items": plan.table.items,
-        "TILES": plan.tiles, "EDGES": plan.edges, "BH": DECAY_HEADS,
+        "TILES": plan.facts.tiles, "EDGES": plan.facts.edges, "BH": DECAY_HEADS,
         **{name: scratch.get(name, call.q) for name in names},
     }  # fmt: skip
 

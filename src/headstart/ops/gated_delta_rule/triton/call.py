@@ -53,7 +53,7 @@ def run(call: GatedDeltaCall) -> GatedDelta:
         sequence_steps(call)  # raises where a start is not legal in its slot
     stores = Stores.allocate(call, torch.float32)
     plan = Plan.of(call)
-    if plan.sequences:
+    if plan.facts.sequences:
         launch(call, stores, plan, _scan)
     return stores.result
 
