@@ -1,8 +1,11 @@
 """What `verify` measures, that it fails where it must, and its truths."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,6 +233,16 @@ def test_an_unknown_neighbour_is_refused():
 
 def run(*arguments):
     return CliRunner().invoke(command, ["verify", *arguments], prog_name="headstart")
+
+
+def test_commands_of_the_document_are_commands():
+    document = (Path(__file__).parents[2] / "docs/verify.md").read_text()
+    lines = re.findall(r"^\$ headstart (.*)$", document, re.M)
+    assert {line.split()[1] for line in lines} >= {"bits", "transcript", "tiles", "mutants"}
+    for line in lines:
+        # Options are parsed before help is shown.
+        done = CliRunner().invoke(command, [*shlex.split(line), "--help"])
+        assert done.exit_code == 0, f"{line}: {done.output}"
 
 
 def test_the_command_writes_a_record_that_reads_back(tmp_path):
