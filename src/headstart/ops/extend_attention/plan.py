@@ -68,6 +68,7 @@ class ExtendPlan:
     ----------
     lengths, prefix, offsets, query_start, key_start: host lists over the sequences.
     N, T: number of sequences and of packed new tokens.
+    tables: what implementations made of the plan, kept for its next call.
 
     >>> plan = ExtendPlan.from_lengths([3, 1], [5, 0], device="cpu")
     >>> plan.N, plan.T, plan.query_start
@@ -88,6 +89,7 @@ class ExtendPlan:
     capacity: tuple[int, int, int] | None
     device: torch.device
     _constructor: str
+    tables: dict[Any, Any]
     _on_device: dict[Callable[[ExtendPlan], torch.Tensor], torch.Tensor]
 
     def __init__(self) -> None:
@@ -253,7 +255,7 @@ class ExtendPlan:
     ) -> ExtendPlan:
         plan = cls.__new__(cls)
         plan._constructor = constructor
-        plan._on_device = {}
+        plan.tables, plan._on_device = {}, {}
         plan.device = expect_place("device", device)
         plan.lengths, plan.prefix, plan.slots = lengths, prefix, slots
         plan.new_in_cache = new_in_cache
@@ -315,7 +317,7 @@ class ExtendPlan:
         if kept is not None and fresh.slots is not None and self.capacity is not None:
             fresh.slots = fresh.slots.stored_in(kept)
         if self.capacity is not None:
-            fresh._on_device = self._on_device
+            fresh.tables, fresh._on_device = self.tables, self._on_device
         self.__dict__.update(fresh.__dict__)
         for build, tensor in self._on_device.items():
             # Pageable memory: staged before the call returns, so the source may go.

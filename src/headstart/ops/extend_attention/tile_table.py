@@ -70,13 +70,10 @@ def tile_table(plan: ExtendPlan, cut: Cut) -> TileTable:
     >>> table.joins.tolist(), table.scratch_rows
     ([[70, 0, 2, 1]], 2)
     """
-    sequences, tiles, joins = _builders(cut)
-    return TileTable(
-        plan.on_device(sequences),
-        plan.on_device(tiles),
-        plan.on_device(joins),
-        scratch_rows(plan, cut),
-    )
+    if cut not in plan.tables:
+        sequences, tiles, joins = (plan.on_device(build) for build in _builders(cut))
+        plan.tables[cut] = TileTable(sequences, tiles, joins, scratch_rows(plan, cut))
+    return plan.tables[cut]
 
 
 def key_positions(plan: ExtendPlan) -> torch.Tensor:

@@ -35,7 +35,7 @@ FULL = {
         64: Config(64, 128, 2, 4, registers=168),
         128: Config(64, 64, 3, 4),
         256: Config(64, 64, 2, 8),
-        512: Config(64, 16, 3, 8),
+        512: Config(32, 32, 2, 8),
     },
     "large": {
         64: Config(64, 64, 3, 4),
@@ -44,8 +44,8 @@ FULL = {
         512: Config(64, 16, 2, 8),
     },
     "small": {
-        64: Config(64, 64, 2, 4),
-        128: Config(64, 32, 2, 4),
+        64: Config(64, 64, 2, 4, registers=255),
+        128: Config(64, 32, 2, 4, registers=255),
         256: Config(64, 32, 1, 8),
         512: Config(32, 16, 1, 8),
     },
@@ -58,7 +58,7 @@ FULL = {
     "rdna": {
         64: Config(64, 32, 1, 8),
         128: Config(32, 32, 1, 8),
-        256: Config(32, 16, 1, 8),
+        256: Config(16, 16, 1, 8),
         512: Config(16, 16, 1, 8),
     },
 }
@@ -75,13 +75,19 @@ WINDOWED = {
 }
 """Under a window, where it differs."""
 REPRODUCIBLE = {
-    "hopper": {64: Config(64, 64, 3, 4), 128: Config(64, 32, 3, 4), 256: Config(64, 32, 2, 8)},
+    "hopper": {
+        64: Config(64, 64, 3, 4),
+        128: Config(64, 32, 3, 4),
+        256: Config(64, 32, 2, 8),
+        512: Config(32, 16, 2, 8),
+    },
     "large": {},
-    "small": {},
-    "cdna": {},
+    "small": {128: Config(64, 16, 2, 4)},
+    "cdna": {512: Config(32, 16, 1, 4)},
     "rdna": {},
 }
-"""The reproducible kernel without a window, where it differs: it holds two states of a tile."""
+"""The reproducible kernel, where it differs (under a window: above width 256): it holds two states
+of a tile."""
 
 
 def configuration(
@@ -108,11 +114,14 @@ def configuration(
     found = FULL[kind][width]
     if windowed:
         found = WINDOWED[kind].get(width, found)
-    elif reproducible:
+    if reproducible and (not windowed or width > 256):
         found = REPRODUCIBLE[kind].get(width, found)
     if dtype == torch.float32:
         # Operands of twice the size, and products of several parts.
-        return replace(found, BN=min(found.BN, 16 if width > 64 else 32), stages=1, registers=0)
+        if width == 64:
+            return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
+        BM, warps = (min(found.BM, 64), 8) if reproducible else (min(found.BM, 32), found.warps)
+        return replace(found, BM=BM, BN=16, stages=1, warps=warps)
     if masked and not reproducible:
         return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
     if windowed and reproducible:
@@ -172,6 +181,5 @@ def target_of(device: torch.device) -> str:
 
 
 def descriptors(target: str) -> bool:
-    """Whether a target reads tiles through descriptors (TMA)."""
-    backend, arch = target.split(":")
-    return backend == "cuda" and int(arch) >= 90
+    """Whether tiles are read through descriptors (TMA): where that does not make kernels spill."""
+    return target in ("cuda:90", "cuda:100", "cuda:103")

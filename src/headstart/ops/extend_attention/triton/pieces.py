@@ -47,7 +47,7 @@ def join_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + o_h, mask=m_h, other=NOTHING).to(tl.float32)
     share, b_lse = finish(m, l, sink)
-    at = row.to(tl.int64) * o_token + o_h * o_head
+    at = row.to(tl.int64) * o_token + o_h.to(tl.int64) * o_head
     store_rows(o, at, acc * share[:, None], m_h, o_channel, DV, BDV)
     if HAS_LSE:
-        tl.store(lse + row.to(tl.int64) * lse_token + o_h * lse_head, b_lse, mask=m_h)
+        tl.store(lse + row.to(tl.int64) * lse_token + o_h.to(tl.int64) * lse_head, b_lse, mask=m_h)

@@ -76,7 +76,7 @@ def rows_of(
 def read_queries(q, o_row, o_h, m_row, q_token, q_head, D: tl.constexpr, BD: tl.constexpr):
     """Queries [BM, BD] of a tile, zeros where there are none."""
     o_d = tl.arange(0, BD)
-    pointers = q + (o_row * q_token + o_h * q_head)[:, None] + o_d[None, :]
+    pointers = q + (o_row * q_token + o_h.to(tl.int64) * q_head)[:, None] + o_d[None, :]
     mask = m_row[:, None]
     if D < BD:
         mask = mask & (o_d < D)[None, :]
@@ -114,7 +114,7 @@ def keep(
         if HAS_SINKS:
             sink = tl.load(sinks + o_h, mask=m_row & (n >= 0), other=NOTHING).to(tl.float32)
         share, b_lse = finish(m, l, sink)
-        at = o_row * o_token + o_h * o_head
+        at = o_row * o_token + o_h.to(tl.int64) * o_head
         store_rows(o, at, acc * share[:, None], m_row, o_channel, DV, BDV)
         if HAS_LSE:
-            tl.store(lse + o_row * lse_token + o_h * lse_head, b_lse, mask=m_row)
+            tl.store(lse + o_row * lse_token + o_h.to(tl.int64) * lse_head, b_lse, mask=m_row)

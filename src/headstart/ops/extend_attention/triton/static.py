@@ -12,6 +12,7 @@ from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
     descriptors,
+    kind_of,
     packing,
     padded,
     precision,
@@ -116,7 +117,12 @@ def absent(chosen: Mapping[str, Any]) -> set[str]:
 
 
 def compiled(
-    fn: Any, name: str, shape: Shape, config: Config, chosen: Mapping[str, Any]
+    fn: Any,
+    name: str,
+    shape: Shape,
+    config: Config,
+    chosen: Mapping[str, Any],
+    has_product: bool = False,
 ) -> StaticKernel:
     """One kernel with these constants, for inspection."""
     kind, missing = NAMES[shape.dtype], absent(chosen)
@@ -150,7 +156,7 @@ def compiled(
         constexprs=constexprs,
         num_warps=config.warps,
         num_stages=config.stages,
-        has_product=fn in (extend_kernel, unified_kernel),
+        has_product=has_product,
         attrs=attrs,
         options=options,
     )
@@ -160,6 +166,8 @@ def kernels(target: Target) -> list[StaticKernel]:
     """Every kernel in every configuration, and every switch at the shape of most calls."""
     found = list(_merging(target))
     for shape in SHAPES:
+        # There are no matrix instructions for float32 on AMD's RDNA.
+        has_product = shape.dtype != torch.float32 or kind_of(target.name) != "rdna"
         for switch, changed in SWITCHES.items():
             if shape is not SHAPES[0] and switch not in ("", "win", "pages"):
                 continue
@@ -175,7 +183,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 )
                 name = f"{_plain_name(fn)}-{shape.name}{'-' + switch if switch else ''}"
                 chosen = constants(shape, config, target, **changed)
-                found.append(compiled(fn, name, shape, config, chosen))
+                found.append(compiled(fn, name, shape, config, chosen, has_product))
     return found
 
 
