@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from headstart.evidence.mutants import attention, convolution, delta, kernels, references
+from headstart.evidence.mutants import (
+    attention,
+    attention_kernels,
+    convolution,
+    delta,
+    kernels,
+    references,
+)
 from headstart.evidence.mutants.generated import generated
 from headstart.evidence.mutants.record import Mutant
 
@@ -21,6 +28,7 @@ def named() -> tuple[Mutant, ...]:
         *attention.MUTANTS,
         *convolution.MUTANTS,
         *kernels.MUTANTS,
+        *attention_kernels.MUTANTS,
         *references.MUTANTS,
     )
 
