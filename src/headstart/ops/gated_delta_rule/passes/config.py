@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,22 @@ SCRATCH = 96 * 2**20
 
 DECAY_HEADS = 8
 """Value heads that one program of `decays` takes; two share a warp."""
+
+
+class Backend(NamedTuple):
+    """What kernels are compiled for.
+
+    name: "cuda" or "hip"; warp_size: lanes of a warp; arch: compute capability times ten, 0 on AMD.
+    """
+
+    name: str
+    warp_size: int
+    arch: int
+
+    @property
+    def described(self) -> bool:
+        """Whether tiles are copied through descriptors, which take a copy engine."""
+        return 90 <= self.arch < 120
 
 
 @dataclass(frozen=True)
@@ -25,13 +43,13 @@ class PrepareConfig:
     warps: int
 
 
-def prepare_configuration(dtype: torch.dtype, backend: str) -> PrepareConfig:
-    """The one configuration for a dtype on a kind of device."""
+def prepare_configuration(dtype: torch.dtype, backend: Backend) -> PrepareConfig:
+    """The one configuration for a dtype on a kind of device; measured on Hopper alone."""
     narrow = dtype != torch.float32
-    return PrepareConfig(
-        BC=128 if narrow and backend == "cuda" else 128 // dtype.itemsize,
-        warps=4,
-    )
+    if backend.described:
+        return PrepareConfig(BC=128 if narrow else 32, warps=4)
+    warps = 8 if backend.name == "cuda" else 4 if backend.warp_size == 64 else 16
+    return PrepareConfig(BC=64 if narrow else 32, warps=warps)
 
 
 def heads_together(H: int, HV: int, items: int, processors: int) -> int:
@@ -63,8 +81,12 @@ def precision(dtype: torch.dtype, backend: str) -> str:
     return "tf32x3" if dtype == torch.float32 and backend == "cuda" else "ieee"
 
 
-def backend_of(device: torch.device) -> tuple[str, int]:
-    """Backend and lanes of a warp; those of NVIDIA in the interpreter."""
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "hip", torch.cuda.get_device_properties(device).warp_size
-    return "cuda", 32
+@functools.cache
+def backend_of(device: torch.device) -> Backend:
+    """The backend of a device; in the interpreter that of an NVIDIA one without a copy engine."""
+    if device.type != "cuda":
+        return Backend("cuda", 32, 80)
+    if torch.version.hip is not None:
+        return Backend("hip", torch.cuda.get_device_properties(device).warp_size, 0)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Backend("cuda", 32, 10 * major + minor)

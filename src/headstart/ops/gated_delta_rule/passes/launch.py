@@ -55,16 +55,18 @@ def _prepare(call: GatedDeltaCall, given: Given, items: int) -> None:
     H, HV, _, _ = call.sizes
     backend = backend_of(call.device)
     if call.per_channel:
-        blocks = channel_configuration(call.q.dtype, *backend)
+        blocks = channel_configuration(call.q.dtype, backend.name, backend.warp_size)
         start(prepare_channels_kernel, (HV, items), given | {"BC": blocks.BC}, blocks.warps)
         return
     start(decays_kernel, (-(-HV // DECAY_HEADS), items), given, DECAY_HEADS // 2)
-    config = prepare_configuration(call.q.dtype, backend[0])
+    config = prepare_configuration(call.q.dtype, backend)
     together = heads_together(H, HV, items, processors(call.device))
     own = {
         "BC": min(config.BC, given["BK"], given["BV"]), "together": together,
-        "T": described(given["T"], CHUNK), "P": described(given["P"], CHUNK),
+        "DESCRIBED": backend.described,
     }  # fmt: skip
+    if backend.described:
+        own |= {name: described(given[name], CHUNK) for name in ("T", "P")}
     start(prepare_kernel, (HV // together, items), given | own, config.warps)
 
 
@@ -122,7 +124,7 @@ def step_arguments(call: GatedDeltaCall, o: torch.Tensor) -> Given:
         "HAS_G": g is not None, "HAS_BETA": beta is not None,
         "HAS_BIAS": gate.dt_bias is not None, "NORMALISE": call.qk_l2norm,
         "PER_CHANNEL": call.per_channel,
-        "PRECISION": precision(q.dtype, backend_of(call.device)[0]),
+        "PRECISION": precision(q.dtype, backend_of(call.device).name),
     }  # fmt: skip
 
 

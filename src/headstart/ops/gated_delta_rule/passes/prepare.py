@@ -56,6 +56,17 @@ def first_spoiled(x):
     return tl.min(tl.where(spoiled, tl.arange(0, 64), 64), 0)
 
 
+@triton.jit
+def store_tile(x, tile, values, DESCRIBED: tl.constexpr):
+    """Store values [64, 64] as a tile of x [tiles * 64, 64], a descriptor or a pointer."""
+    if DESCRIBED:
+        x.store([tile * 64, 0], values)
+    else:
+        rows = tl.arange(0, 64)
+        begins = tile.to(tl.int64) * 4096
+        tl.store(x + begins + rows[:, None] * 64 + rows[None, :], values)
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def prepare_kernel(
     q,
@@ -103,9 +114,10 @@ def prepare_kernel(
     CACHED: tl.constexpr,
     TILES: tl.constexpr,
     EDGES: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program per (`together` value heads of a key head, item); T and P are descriptors.
+    """One program per (`together` value heads of a key head, item); T and P may be descriptors.
 
     TILES: gathered, normalised rows of q, k and v are kept for the scan. EDGES: for a scan that
     copies whole tiles, k of chunks that hold other rows beside those of their sequence [2 N, H],
@@ -207,11 +219,12 @@ def prepare_kernel(
         high = tl.load(sums + two + rows)
         rest = tl.load(sums + two + HV * 64 + rows)
         G = tl.exp2((high[:, None] - high[None, :]) + (rest[:, None] - rest[None, :]))
-        P.store([tile * 64, 0], tl.where((i >= j) & kept[None, :], p * (G * scale), 0.0).to(dtype))
+        scores = tl.where((i >= j) & kept[None, :], p * (G * scale), 0.0)
+        store_tile(P, tile, scores.to(dtype), DESCRIBED)
         A = tl.where((i > j) & kept[:, None], products * G * b[:, None], 0.0)
         wild = tl.max(tl.where(kept, norms * b, 0.0), 0) > TAME
         inverse, grown = unit_lower_inverse(A, wild, dtype, PRECISION)
-        T.store([tile * 64, 0], inverse)
+        store_tile(T, tile, inverse, DESCRIBED)
         clean_row = tl.minimum(clean_row, grown)
         if clean_row < 64:
             tl.store(clean + tile, clean_row)

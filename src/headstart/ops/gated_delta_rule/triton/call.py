@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headstart.ops.gated_delta_rule.passes.config import backend_of
 from headstart.ops.gated_delta_rule.passes.launch import Given, described, launch, start
 from headstart.ops.gated_delta_rule.passes.scratch import Plan
 from headstart.ops.gated_delta_rule.pool import Pool
@@ -59,21 +60,25 @@ def run(call: GatedDeltaCall) -> GatedDelta:
 
 
 def _scan(given: Given, sequences: int) -> None:
-    V, BK = given["V"], given["BK"]
-    config = scan_configuration(given["K"], given["q"].dtype)
-    own = {"T": described(given["T"], CHUNK), "P": described(given["P"], CHUNK)}
+    V, BK, q = given["V"], given["BK"], given["q"]
+    backend = backend_of(q.device)
+    config = scan_configuration(given["K"], q.dtype, backend)
+    tiles = {"T": CHUNK, "P": CHUNK}
+    own = {"T": given["T"], "P": given["P"]}
+    if given["TILES"]:
+        tiles |= {"q": BK, "k": BK, "v_tiles": config.BV}
+        own |= {"q": given["q_tiles"], "k": given["k_tiles"], "v_tiles": given["v_tiles"]}
     if given["PER_CHANNEL"]:
         # A tail takes k as it was.
-        own |= {name: described(given[f"{name[0]}_tiles"], BK) for name in ("q", "k")}
-        own |= {"k_starts": described(given["k_starts"], BK), "k_tiles": given["keys"]}
-    elif given["TILES"]:
-        own |= {name: described(given[f"{name}_tiles"], BK) for name in ("q", "k")}
-    if given["TILES"]:
-        own["v_tiles"] = described(given["v_tiles"], config.BV)
-    else:
-        own["q"] = TensorDescriptor.from_tensor(given["q"], [CHUNK, 1, BK])
-        own["v_tiles"] = TensorDescriptor.from_tensor(given["v"], [CHUNK, 1, config.BV])
-    own |= {"BV": config.BV, "STAGES": config.stages}
+        tiles |= {"k_starts": BK}
+        own |= {"k_starts": given["k_starts"], "k_tiles": given["keys"]}
+    if backend.described:
+        own |= {name: described(own[name], columns) for name, columns in tiles.items()}
+        if not given["TILES"]:
+            own["q"] = TensorDescriptor.from_tensor(q, [CHUNK, 1, BK])
+            own["v_tiles"] = TensorDescriptor.from_tensor(given["v"], [CHUNK, 1, config.BV])
+    own |= {"BV": config.BV, "WIDTH": given["BV"], "STAGES": config.stages}
+    own |= {"DESCRIBED": backend.described}
     blocks = -(-V // config.BV)
     start(scan_kernel, (blocks, given["HV"], sequences), given | own, config.warps)
 

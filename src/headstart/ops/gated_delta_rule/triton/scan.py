@@ -21,23 +21,38 @@ import torch
 import triton
 import triton.language as tl
 
+from headstart.ops.gated_delta_rule.passes.config import Backend
+
 VARYING = ["first_item", "last_item", "parity"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
 
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """How the scan is built: columns of V that one program holds, its warps and stages."""
+    """How the scan is built.
+
+    BV: columns of V that one program holds; its warps and stages.
+    """
 
     BV: int
     warps: int
     stages: int
 
 
-def scan_configuration(K: int, dtype: torch.dtype) -> ScanConfig:
-    """The one configuration of a kind of call; it never depends on lengths or on the batch."""
+def scan_configuration(K: int, dtype: torch.dtype, backend: Backend) -> ScanConfig:
+    """The one configuration of a kind of call; it never depends on lengths or on the batch.
+
+    Measured on Hopper alone; the others come from static figures (no vector spills for 16-bit
+    inputs, but on gfx1151) and have not run.
+    """
     wide = dtype == torch.float32 or K > 128
-    return ScanConfig(BV=64, warps=4, stages=1 if wide else 3)
+    if backend.name == "hip":
+        warps = 4 if backend.warp_size == 64 else 16
+        return ScanConfig(BV=16, warps=warps, stages=1)
+    if not backend.described:
+        return ScanConfig(BV=32, warps=8, stages=1 if wide else 2)
+    warps = 4 if backend.arch == 90 else 8
+    return ScanConfig(BV=64, warps=warps, stages=1 if wide else 3)
 
 
 @triton.jit
@@ -48,6 +63,17 @@ def store_state(state, tensor, k, v, K: tl.constexpr, V: tl.constexpr, sk, sv):
         state.to(tensor.dtype.element_ty),
         mask=(v[:, None] < V) & (k[None, :] < K),
     )
+
+
+@triton.jit
+def tile_of(x, row, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr):
+    """Rows [row, row + 64) and COLUMNS columns of x [rows, WIDTH]: a descriptor or a pointer."""
+    if DESCRIBED:
+        found = x.load([row, column])
+    else:
+        i = (row + tl.arange(0, 64)).to(tl.int64)
+        found = tl.load(x + i[:, None] * WIDTH + column + tl.arange(0, COLUMNS)[None, :])
+    return found
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
@@ -90,6 +116,8 @@ def scan_kernel(
     last_item,
     parity,
     scale,
+    q_token,
+    q_head,
     k_token,
     k_head,
     v_token,
@@ -98,16 +126,10 @@ def scan_kernel(
     o_head,
     old_n,
     old_h,
-    old_k,
-    old_v,
     new_n,
     new_h,
-    new_k,
-    new_v,
     snap_n,
     snap_h,
-    snap_k,
-    snap_v,
     snap_position,
     position_slot,
     tail_k_slot,
@@ -125,6 +147,14 @@ def scan_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    old_k: tl.constexpr,
+    old_v: tl.constexpr,
+    new_k: tl.constexpr,
+    new_v: tl.constexpr,
+    snap_k: tl.constexpr,
+    snap_v: tl.constexpr,
     HAS_STATE: tl.constexpr,
     HAS_READ: tl.constexpr,
     HAS_PRESENT: tl.constexpr,
@@ -139,7 +169,11 @@ def scan_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per (block of V, value head, sequence)."""
+    """One program per (block of V, value head, sequence).
+
+    Strides within a state are fixed when it is compiled: addresses that a rare branch takes then
+    cost no registers in the loop.
+    """
     block = tl.program_id(0)
     head = tl.program_id(1)
     n = tl.program_id(2)
@@ -226,23 +260,30 @@ def scan_kernel(
         at = low + rows
         new = (at >= start) & (at < end)
         source = (row + at - start).to(tl.int64)
-        t = T.load([tile * 64, 0])
-        p = P.load([tile * 64, 0])
+        t = tile_of(T, tile * 64, 0, 64, 64, DESCRIBED)
+        p = tile_of(P, tile * 64, 0, 64, 64, DESCRIBED)
         # Rows of other sequences and those that are not finite may be NaN in k, v or Gamma_i0.
         takes_part = rows < tl.load(clean + tile)
         if TILES:
-            vv = v_tiles.load([tile * 64, block * BV])
+            vv = tile_of(v_tiles, tile * 64, block * BV, WIDTH, BV, DESCRIBED)
         else:
-            vv = tl.reshape(v_tiles.load([row + low - start, head, block * BV]), (64, BV))
             takes_part = takes_part & new
+            if DESCRIBED:
+                vv = tl.reshape(v_tiles.load([row + low - start, head, block * BV]), (64, BV))
+            else:
+                vv = tl.load(
+                    v + source[:, None] * v_token + head * v_head + cv[None, :],
+                    mask=new[:, None] & in_v[None, :],
+                    other=0.0,
+                )
         if PER_CHANNEL:
             # Decayed already, so of every value head: Gamma_Ci k, Gamma_i0 k and Gamma_i0 q.
-            kk = k.load([tile * 64, 0])
-            k_start = k_starts.load([tile * 64, 0])
-            qq = q.load([tile * 64, 0])
+            kk = tile_of(k, tile * 64, 0, BK, BK, DESCRIBED)
+            k_start = tile_of(k_starts, tile * 64, 0, BK, BK, DESCRIBED)
+            qq = tile_of(q, tile * 64, 0, BK, BK, DESCRIBED)
         elif TILES:
-            kk = k.load([key_tile * 64, 0])
-            qq = q.load([key_tile * 64, 0])
+            kk = tile_of(k, key_tile * 64, 0, BK, BK, DESCRIBED)
+            qq = tile_of(q, key_tile * 64, 0, BK, BK, DESCRIBED)
         else:
             # Rows of other sequences would meet zeros of v_new, but 0 * NaN is NaN: masked.
             kk = tl.load(
@@ -250,7 +291,14 @@ def scan_kernel(
                 mask=new[:, None] & in_k,
                 other=0.0,
             )
-            qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
+            if DESCRIBED:
+                qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
+            else:
+                qq = tl.load(
+                    q + source[:, None] * q_token + key_head * q_head + ck[None, :],
+                    mask=new[:, None] & in_k,
+                    other=0.0,
+                )
         inside = tl.load(from_start + tile * 64 + rows)
         whole = tl.load(from_start + tile * 64 + 63)
         b = tl.load(strengths + tile * 64 + rows)
@@ -328,28 +376,22 @@ def scan_kernel(
                         mask=new[:, None] & in_v[None, :],
                     )
                     if block == 0:
-                        keys = tl.load(
-                            k_tiles + key_tile * (64 * BK) + rows[:, None] * BK + ck[None, :],
-                            mask=in_k,
-                        )
                         if head % (HV // H) == 0:
-                            tl.store(
-                                tail_k
-                                + write * tail_k_slot
-                                + key_head * tail_k_head
-                                + ring[:, None] * K
-                                + ck[None, :],
-                                keys,
-                                mask=new[:, None] & in_k,
-                            )
+                            kept_k = tail_k + write * tail_k_slot + key_head * tail_k_head
+                            for c in tl.range(0, BK, 16, num_stages=1):
+                                cc = (c + tl.arange(0, 16))[None, :]
+                                square = key_tile * (64 * BK) + rows[:, None] * BK + cc
+                                keys = tl.load(k_tiles + square)
+                                there = new[:, None] & (cc < K)
+                                tl.store(kept_k + ring[:, None] * K + cc, keys, mask=there)
                         decays = tail_decay + write * tail_decay_slot + head * tail_decay_head
                         if PER_CHANNEL:
-                            square = tile * (64 * BK) + rows[:, None] * BK + ck[None, :]
-                            tl.store(
-                                decays + ring[:, None] * K + ck[None, :],
-                                tl.load(log_decays + square, mask=in_k),
-                                mask=new[:, None] & in_k,
-                            )
+                            for c in tl.range(0, BK, 16, num_stages=1):
+                                cc = (c + tl.arange(0, 16))[None, :]
+                                square = tile * (64 * BK) + rows[:, None] * BK + cc
+                                kept_decay = tl.load(log_decays + square)
+                                there = new[:, None] & (cc < K)
+                                tl.store(decays + ring[:, None] * K + cc, kept_decay, mask=there)
                         else:
                             tl.store(
                                 decays + ring, tl.load(log_decays + tile * 64 + rows), mask=new

@@ -13,6 +13,7 @@ from headstart.ops.gated_delta_rule.passes.channel import (
 )
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
+    Backend,
     padded,
     precision,
     prepare_configuration,
@@ -46,7 +47,7 @@ ROWS = {
     "v_edges",
     "tail_k", "tail_v", "keys",
 }  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "together", "tail_rows", "old_v", "new_v", "snap_v"}
+ODD = {"first_item", "last_item", "parity", "together", "tail_rows"}
 
 
 def _signature(
@@ -57,8 +58,10 @@ def _signature(
         if name in constexprs or (name.isupper() and name not in ROWS):
             continue
         tiles = constexprs.get("TILES")
-        if (fn in (scan_kernel, prepare_kernel) and name in ("T", "P")) or (
+        described = constexprs.get("DESCRIBED", True)
+        if (fn in (scan_kernel, prepare_kernel) and name in ("T", "P") and described) or (
             fn is scan_kernel
+            and described
             and (
                 name in ("q", "v_tiles")
                 or (name == "k" and tiles)
@@ -90,9 +93,11 @@ def _signature(
 def kernels(target: Target) -> list[StaticKernel]:
     """Every kernel in every configuration, plain and with a cache."""
     found = []
+    arch = target.arch if isinstance(target.arch, int) else 0
+    backend = Backend(target.backend, target.warp_size, arch)
     for K, V, dtype in SIZES:
-        config = scan_configuration(K, dtype)
-        first = prepare_configuration(dtype, target.backend)
+        config = scan_configuration(K, dtype, backend)
+        first = prepare_configuration(dtype, backend)
         BK = padded(K)
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
@@ -105,19 +110,26 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "BETA": "logit" if cached else "value", "HAS_G": True, "HAS_BETA": True,
                 "HAS_BIAS": cached, "NORMALISE": cached,
             }  # fmt: skip
+            pieces = {"BC": min(first.BC, BK, padded(V)), "DESCRIBED": backend.described}
             channels = {
                 "BC": blocks.BC, "GATE": "bounded" if cached else "log", "g_channel": 1,
                 "bias_channel": 1,
             }  # fmt: skip
-            scan = {
-                "BV": config.BV, "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
+            strides = {
+                f"{part}_{axis}": stride
+                for part in ("old", "new", "snap")
+                for axis, stride in (("k", V), ("v", 1))
+            }
+            scan = strides | {
+                "BV": config.BV, "WIDTH": padded(V), "DESCRIBED": backend.described,
+                "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
             }  # fmt: skip
             pool = {"HAS_READ": cached, "HAS_WRITE": cached, "HAS_NEW": True}
             for fn, own, warps, stages in (
                 (decays_kernel, gates | {"BH": DECAY_HEADS}, DECAY_HEADS // 2, 3),
-                (prepare_kernel, gates | {"BC": min(first.BC, BK, padded(V))}, first.warps, 3),
+                (prepare_kernel, gates | pieces, first.warps, 3),
                 (prepare_channels_kernel, gates | channels, blocks.warps, 3),
                 (recurrent_kernel, scan | gates | pool | {"BV": COLUMNS}, WARPS, 3),
                 (scan_kernel, scan, config.warps, 3),
