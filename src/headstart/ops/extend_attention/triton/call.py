@@ -40,8 +40,8 @@ from headstart.runtime.workspace import default_workspace
 
 LOG2E = math.log2(math.e)
 MOST = 512
-WIDEST = 2**31 - 1
-"""A window that hides nothing, in the 32 bits of positions."""
+WIDEST = 2**30
+"""A window that hides nothing, small enough for differences of positions in 32 bits."""
 
 
 def declines(call: ExtendCall) -> str | None:

@@ -1,8 +1,9 @@
 """New tokens on a cached prefix, in one launch.
 
 A program takes a tile of rows. It goes over tiles of BN prefix keys, then over tiles of new keys,
-both bounded as `tiles.py` says: the clear tiles without a mask, then the border. Heavy tiles of
-rows come first. A piece of a tile takes PIECE prefix keys; the last one the new keys too.
+both bounded as `tiles.py` says; only tiles on the border, which some row sees in part, take a mask.
+Heavy tiles of rows come first. A piece of a tile takes PIECE prefix keys; the last one the new keys
+too.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.

@@ -46,9 +46,22 @@ def score(b_q, b_k, inner, FORM: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def laid_as_scores(entries, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Which entries [BM, BN] are not 0, spread over threads as scores are: by a product with 1.
+
+    Else the compiler may spread the weights of a masked tile as the entries were loaded, and the
+    sum over a row would be taken in another order, with other bits than without a mask.
+    """
+    o_c = tl.arange(0, entries.shape[1])
+    one = (o_c[:, None] == o_c[None, :]).to(dtype)
+    return tl.dot((entries != 0).to(dtype), one, input_precision=PRECISION) > 0.5
+
+
+@triton.jit
 def hide(
     b_s, rows, low, run, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    dtype: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf where a row does not see a key; the tile begins at key `low` of the run.
 
@@ -68,7 +81,8 @@ def hide(
     m_seen = (o_c >= lower) & (o_c <= upper)
     if MASKED:
         p_entry = p_mask[:, None] + (low + o_c)
-        m_seen = m_seen & (tl.load(p_entry, mask=m_seen & seen[:, None], other=0) != 0)
+        entries = tl.load(p_entry, mask=m_seen & seen[:, None], other=0)
+        m_seen = m_seen & laid_as_scores(entries, dtype, PRECISION)
     return tl.where(m_seen, b_s, NOTHING)
 
 
@@ -88,6 +102,44 @@ def hide_listed(
         m_seen = m_seen & (o_position[None, :] <= o_own[:, None])
     if WINDOWED:
         m_seen = m_seen & (o_position[None, :] > o_own[:, None] - window)
+    return tl.where(m_seen, b_s, NOTHING)
+
+
+@triton.jit
+def hide_both(
+    b_s, rows, low, keys, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
+    dtype: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same for a tile that begins at position `low` and may have keys of both runs.
+
+    keys: which are of the prefix and which are new, their numbers in either run, all [BN], and the
+    column of the first new key in a custom mask, which covers "all" keys, the "new" ones or none.
+    """
+    o_own, p_mask, seen = rows
+    m_old, m_new, o_old, o_new, new_column = keys
+    o_c = tl.arange(0, b_s.shape[1])
+    m_key = m_old | m_new
+    m_seen = m_key[None, :]
+    # Bounds are counted from the tile's first key, so that each costs one comparison.
+    m_causal = o_c[None, :] <= (o_own - low)[:, None]
+    if CAUSAL and MASK == "":
+        m_seen = m_seen & m_causal
+    if MASK != "":
+        m_entry = m_key
+        if MASK == "new":
+            m_entry = m_new
+        o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
+        p_entry = p_mask[:, None] + o_column[None, :]
+        entries = tl.load(p_entry, mask=seen[:, None] & m_entry[None, :], other=0)
+        m_shown = laid_as_scores(entries, dtype, PRECISION)
+        if MASK == "new" and CAUSAL:
+            m_shown = m_shown | (m_old[None, :] & m_causal)
+        elif MASK == "new":
+            m_shown = m_shown | m_old[None, :]
+        m_seen = m_seen & m_shown
+    if WINDOWED:
+        m_seen = m_seen & (o_c[None, :] > (o_own - low - window)[:, None])
     return tl.where(m_seen, b_s, NOTHING)
 
 
@@ -133,7 +185,9 @@ def sweep(
             o_position = tl.load(positions + entry + o_key, mask=m_key, other=0)
             b_s = hide_listed(b_s, rows, low, count, o_position, window, CAUSAL, WINDOWED, MASKED)
         elif (tile < clear_begin) | (tile >= clear_end):
-            b_s = hide(b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED)
+            b_s = hide(
+                b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype, PRECISION
+            )
         if DESCRIBED:
             b_v = v_tiles.load([row, v_column])
         else:
@@ -158,7 +212,6 @@ def sweep_both(
     tile of either run). UNIT: whether channels of the cache lie side by side. The rest as for
     `sweep`.
     """
-    o_own, p_mask, seen = rows
     old_k, old_v, old_k_strides, old_v_strides, where, border = old
     new_k, new_v, new_k_strides, new_v_strides, first_row = new
     begin, end, old_clear, new_clear = span
@@ -194,27 +247,9 @@ def sweep_both(
         b_s = score(b_q, b_k, inner, FORM, PRECISION)
         is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
         is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
+        keys = (m_old, m_new, o_old, o_new, new_column)
         if not is_clear:
-            # Bounds are counted from the tile's first key, so that each costs one comparison.
-            m_seen = m_key[None, :]
-            m_causal = o_c[None, :] <= (o_own - low)[:, None]
-            if CAUSAL and MASK == "":
-                m_seen = m_seen & m_causal
-            if MASK != "":
-                m_entry = m_key
-                if MASK == "new":
-                    m_entry = m_new
-                o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
-                p_entry = p_mask[:, None] + o_column[None, :]
-                m_shown = tl.load(p_entry, mask=seen[:, None] & m_entry[None, :], other=0) != 0
-                if MASK == "new" and CAUSAL:
-                    m_shown = m_shown | (m_old[None, :] & m_causal)
-                elif MASK == "new":
-                    m_shown = m_shown | m_old[None, :]
-                m_seen = m_seen & m_shown
-            if WINDOWED:
-                m_seen = m_seen & (o_c[None, :] > (o_own - low - window)[:, None])
-            b_s = tl.where(m_seen, b_s, NOTHING)
+            b_s = hide_both(b_s, rows, low, keys, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
         b_v = operand(read(p_v, m_key, v_channel, DV, BDV), dtype)
         acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l
