@@ -133,6 +133,11 @@ def choose(operation: Operation, call: Call, name: str | None) -> Implementation
 
 def run(operation: Operation, call: Call, name: str | None = None) -> Any:
     """Compute a bound call and count it."""
+    if call.device.type == "meta":
+        raise Declined(
+            f"{operation.name}: meta tensors have no memory to compute in; "
+            "explain and workspace_bytes take them."
+        )
     chosen = choose(operation, call, name)
     # Kernels say themselves how they multiply; PyTorch's products ask the process.
     with full_float32() if chosen.name in ("torch", "reference") else nullcontext():

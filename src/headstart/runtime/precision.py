@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 _lock = threading.Lock()
 _inside = 0
-_found: list[str] = []
+_found: list[Any] = []
 
 
 @contextmanager
@@ -32,7 +33,8 @@ def full_float32() -> Iterator[None]:
     >>> torch.set_float32_matmul_precision("highest")
     """
     global _inside
-    switches = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    backends: Any = torch.backends  # the checker does not know all of their switches
+    switches = (backends.mkldnn.matmul, backends.cuda.matmul)
     with _lock:
         if _inside == 0:
             _found[:] = [switch.fp32_precision for switch in switches]

@@ -93,6 +93,12 @@ def test_workspace_bytes_and_explain_take_meta_tensors():
     assert any(accepted for _, accepted, _ in headstart.explain("gated_delta_rule", **meta))
 
 
+def test_a_call_on_meta_tensors_is_declined():
+    meta = {name: tensor.to("meta") for name, tensor in tensors().items()}
+    with pytest.raises(Declined, match="meta tensors have no memory"):
+        headstart.gated_delta_rule(**meta)
+
+
 def test_scratch_is_bounded_whatever_the_length():
     """72 KiB of scratch a token is what others take; ours stops growing."""
     sizes = []

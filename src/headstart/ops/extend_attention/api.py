@@ -126,7 +126,8 @@ def merge_attention(
 
         lse = log(exp(sink) + sum_i exp(lse_i)),   o = sum_i exp(lse_i - lse) o_i
 
-    (0, -inf) is the identity: parts that saw no key change nothing.
+    (0, -inf) is the identity: parts that saw no key change nothing. The plan is not known here: a
+    row past its last length gets (0, sink), not (0, -inf).
 
     Parameters
     ----------

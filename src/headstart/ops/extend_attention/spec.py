@@ -239,7 +239,7 @@ def _expect_keys(
         assert cache is not None
         HK, DV = cache.HK, cache.v.shape[-1]
     if HK < 1 or DV < 1 or HQ % HK:
-        raise ValueError(f"q: expected HQ a multiple of HK = {HK}, got HQ = {HQ}, DV = {DV}")
+        raise ValueError(f"q: expected HQ a multiple of HK = {HK}, got HQ = {HQ}")
     if cache is not None and needs_cache:
         expect_shape("cache.k", cache.k, "[..., HK, D]", (*cache.k.shape[:-2], HK, D))
         expect_shape("cache.v", cache.v, "[..., HK, DV]", (*cache.v.shape[:-2], HK, DV))
