@@ -38,10 +38,10 @@ FULL = {
         512: Config(32, 32, 2, 8),
     },
     "large": {
-        64: Config(64, 64, 3, 4),
-        128: Config(64, 64, 2, 4),
+        64: Config(64, 64, 3, 4, registers=255),
+        128: Config(64, 32, 3, 4, registers=255),
         256: Config(64, 32, 2, 8),
-        512: Config(64, 16, 2, 8),
+        512: Config(32, 32, 2, 8),
     },
     "small": {
         64: Config(64, 64, 2, 4, registers=255),
@@ -81,7 +81,11 @@ REPRODUCIBLE = {
         256: Config(64, 32, 2, 8),
         512: Config(32, 16, 2, 8),
     },
-    "large": {},
+    "large": {
+        128: Config(64, 16, 3, 4),
+        256: Config(64, 16, 2, 8),
+        512: Config(32, 16, 2, 8),
+    },
     "small": {128: Config(64, 16, 2, 4)},
     "cdna": {512: Config(32, 16, 1, 4)},
     "rdna": {},
