@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.implementations import DEVICE
+from tests.implementations import DEVICE, KERNELS
 from tests.on_device import on_device
 from tests.ops.extend_attention.oracle import draw, expect_close, expected
 
@@ -11,7 +11,10 @@ from headstart import ExtendPlan, KVCache, Workspace
 from headstart.ops.extend_attention import spec
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.kernels
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not KERNELS, reason="kernels run in the interpreter or on a GPU"),
+]
 
 CONFIGS = [(64, 32, 64), (128, 64, 128), (16, 16, 32)]
 """Rows and keys of a tile, and keys of a piece or block: small, so that few keys cross borders."""
