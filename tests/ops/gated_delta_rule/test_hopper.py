@@ -78,6 +78,10 @@ CALLS = {
             ),
         },
     ),
+    "odd strides": lambda: (
+        inputs(70, 1, 2),
+        {"out": torch.zeros(70, 2, 131, dtype=torch.bfloat16)[..., 3:]},
+    ),
     "drafts": lambda: (
         inputs(9, 2, 4),
         {

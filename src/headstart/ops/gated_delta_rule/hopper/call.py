@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +45,6 @@ def declines(call: GatedDeltaCall) -> str | None:
     states = (call.state, call.snapshots)
     if any(isinstance(s, torch.Tensor) and s.dtype == torch.float64 for s in states):
         return "it keeps states in float32; float64 is for the reference."
-    if not all(aligned_rows(x) for x in (call.q, call.k, call.v)):
-        return "q, k and v must begin and step by multiples of 16 bytes."
     return None
 
 
@@ -63,11 +62,26 @@ def run(call: GatedDeltaCall) -> GatedDelta:
     """Compute the call."""
     if checking():
         sequence_steps(call)  # raises where a start is not legal in its slot
+    # Rows that cannot be copied in bulk are copied once more rather than declined: who serves a
+    # cache, and so its bits, must not depend on strides.
+    call = replace(call, q=_aligned(call.q), k=_aligned(call.k), v=_aligned(call.v))
     stores = Stores.allocate(call, torch.float32)
     plan = Plan.of(call, edges=True)
     if plan.facts.sequences:
-        launch(call, stores, plan, _scan)
+        o = stores.o if aligned_rows(stores.o) else _packed(stores.o)
+        launch(call, replace(stores, o=o), plan, _scan)
+        if o is not stores.o:
+            tokens = call.schedule.T
+            stores.o[:tokens].copy_(o[:tokens])
     return stores.result
+
+
+def _packed(o: torch.Tensor) -> torch.Tensor:
+    return torch.empty(o.shape, dtype=o.dtype, device=o.device)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x if aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _scan(given: Given, sequences: int) -> None:

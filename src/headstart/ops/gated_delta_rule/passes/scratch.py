@@ -105,9 +105,11 @@ class Plan:
         cached = isinstance(state, CacheSlots)
         drafting = isinstance(state, CacheSlots) and state.cache.draft_tokens > 0
         table = chunk_table(call.schedule, cached, drafting)
-        # Without tiles the scan copies rows in bulk, which takes aligned rows.
+        # Without tiles the scan copies rows in bulk, which takes aligned rows; one with edges has
+        # seen to that.
         tiles = call.qk_l2norm or cached or call.per_channel or call.q.shape[0] == 0
-        tiles = tiles or not all(aligned_rows(x) for x in (call.q, call.k, call.v))
+        aligned = edges or all(aligned_rows(x) for x in (call.q, call.k, call.v))
+        tiles = tiles or not aligned
         sequences = call.schedule.slot_count(call.schedule.N, 0)
         facts = Facts(
             SCRATCH, *call.sizes, call.q.dtype, call.per_channel, cached, sequences, table.count,
