@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from headstart.runtime.static import Target
+
 
 @functools.cache
 def installed() -> bool:
@@ -55,6 +57,55 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def target_of(device: torch.device, interpreted_as: int = 90) -> Target:
+    """What kernels for a device are compiled for.
+
+    interpreted_as: compute capability times ten that the interpreter stands for, so that it runs
+    tiles through descriptors (90) or through pointers (80).
+
+    >>> target_of(torch.device("cpu")).name
+    'cuda:90'
+    """
+    if device.type != "cuda":
+        return Target(f"cuda:{interpreted_as}", "cuda", interpreted_as, 32)
+    if torch.version.hip is not None:
+        found = torch.cuda.get_device_properties(device)
+        arch = found.gcnArchName.split(":")[0]
+        return Target(f"hip:{arch}", "hip", arch, found.warp_size)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Target(f"cuda:{10 * major + minor}", "cuda", 10 * major + minor, 32)
+
+
+def reads_descriptors(target: Target) -> bool:
+    """Whether tiles are copied through descriptors: a copy engine, and kernels that do not spill.
+
+    >>> reads_descriptors(target_of(torch.device("cpu")))
+    True
+    """
+    return isinstance(target.arch, int) and 90 <= target.arch < 120
+
+
+def padded(size: int) -> int:
+    """Columns of a tile of `size` channels: a power of two, at least 64.
+
+    Triton 3.6 reads outside shared memory in some products over rows of less than 128 bytes.
+
+    >>> padded(24), padded(96)
+    (64, 128)
+    """
+    return max(64, 1 << (size - 1).bit_length())
+
+
+def precision(dtype: torch.dtype, backend: str) -> str:
+    """How float32 operands are multiplied; for 16-bit ones a name that every target accepts.
+
+    >>> precision(torch.float32, "cuda"), precision(torch.float32, "hip")
+    ('tf32x3', 'ieee')
+    """
+    return "tf32x3" if dtype == torch.float32 and backend == "cuda" else "ieee"
 
 
 def current(device: torch.device) -> AbstractContextManager:

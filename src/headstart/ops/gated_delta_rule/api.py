@@ -82,7 +82,8 @@ def gated_delta_rule(
     reproducible: make the bits of a row depend on its own sequence and positions alone, not on the
         batch, the number of heads or the steps (steps cut on the 64-token grid with a plain state,
         anywhere with a cache). None: with a cache.
-    implementation: "reference", "torch", ...; None: the first that accepts.
+    implementation: "reference", "torch", ...; None: the first that accepts. "hopper" copies q, k, v
+        or out once more where their rows do not begin and step by multiples of 16 bytes.
     workspace: scratch to use; None: one of this thread and stream.
     out: tensor that receives o.
 

@@ -27,15 +27,18 @@ from headstart.ops.extend_attention.tile_table import (
 from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
-    descriptors,
     packing,
-    padded,
-    precision,
-    target_of,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
 from headstart.runtime.dispatch import Implementation
-from headstart.runtime.launcher import current, declines_tensors
+from headstart.runtime.launcher import (
+    current,
+    declines_tensors,
+    padded,
+    precision,
+    reads_descriptors,
+    target_of,
+)
 from headstart.runtime.workspace import default_workspace
 
 LOG2E = math.log2(math.e)
@@ -79,7 +82,7 @@ def configured(call: ExtendCall) -> Config:
         windowed=call.window is not None,
         masked=call.custom_mask is not None,
         reproducible=call.reproducible,
-        target=target_of(call.device),
+        target=target_of(call.device).name,
     )
 
 
@@ -189,7 +192,7 @@ def arguments(
         "CAUSAL": call.causal, "WINDOWED": call.window is not None,
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
-        "PRECISION": precision(q.dtype, target_of(call.device)),
+        "PRECISION": precision(q.dtype, target_of(call.device).backend),
     }  # fmt: skip
     mask = call.custom_mask
     given["custom_mask"] = None if mask is None else mask.contiguous().view(torch.uint8)
@@ -307,7 +310,7 @@ def _page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:
 def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:
     """Whether whole tiles of [..., HK, D] can be read through a descriptor, one row a token."""
     fits = padded(store.shape[-1]) == store.shape[-1]
-    if not (descriptors(target_of(call.device)) and fits and store.numel()):
+    if not (reads_descriptors(target_of(call.device)) and fits and store.numel()):
         return False
     row, head, channel = store.stride()[-3:]
     aligned = all(

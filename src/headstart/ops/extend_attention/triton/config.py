@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
+
+from headstart.runtime.launcher import padded
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,6 @@ def kind_of(target: str) -> str:
     return "small" if arch in ("86", "89", "120", "121") else "large"
 
 
-def padded(size: int) -> int:
-    """Columns of a tile of `size` channels: a power of two, at least 64.
-
-    Triton 3.6 reads outside shared memory in some products over rows of less than 128 bytes.
-
-    >>> padded(24), padded(96)
-    (64, 128)
-    """
-    return max(64, 1 << (size - 1).bit_length())
-
-
 def packing(HQ: int, HK: int, BM: int) -> tuple[int, int]:
     """Query heads of a group that share a tile, and the new tokens of a tile.
 
@@ -166,24 +156,3 @@ def packing(HQ: int, HK: int, BM: int) -> tuple[int, int]:
     """
     heads = min(HQ // HK, BM)
     return heads, BM // heads
-
-
-def precision(dtype: torch.dtype, target: str) -> str:
-    """How float32 operands are multiplied; for 16-bit ones a name that every target accepts."""
-    return "tf32x3" if dtype == torch.float32 and target.startswith("cuda") else "ieee"
-
-
-@functools.cache
-def target_of(device: torch.device) -> str:
-    """The target that a device is; in the interpreter the one with descriptors, to test them."""
-    if device.type != "cuda":
-        return "cuda:90"
-    if torch.version.hip is not None:
-        return "hip:" + torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"cuda:{10 * major + minor}"
-
-
-def descriptors(target: str) -> bool:
-    """Whether tiles are read through descriptors (TMA): where that does not make kernels spill."""
-    return target in ("cuda:90", "cuda:100", "cuda:103")

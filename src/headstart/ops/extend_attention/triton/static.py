@@ -11,11 +11,8 @@ import torch
 from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
-    descriptors,
     kind_of,
     packing,
-    padded,
-    precision,
 )
 from headstart.ops.extend_attention.triton.extend import extend_kernel
 from headstart.ops.extend_attention.triton.merge import ELEMENTS, merge_kernel
@@ -23,6 +20,7 @@ from headstart.ops.extend_attention.triton.pieces import join_kernel
 from headstart.ops.extend_attention.triton.unified import unified_kernel
 from headstart.ops.extend_attention.triton.write import ROWS as WRITTEN
 from headstart.ops.extend_attention.triton.write import write_kernel
+from headstart.runtime.launcher import padded, precision, reads_descriptors
 from headstart.runtime.static import StaticKernel, Target
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -84,7 +82,7 @@ def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> 
     group = shape.HQ // shape.HK
     BD, BDV = padded(shape.D), padded(shape.DV)
     packed = switches.get("NEW", "packed") == "packed"
-    described = packed and descriptors(target.name) and (BD, BDV) == (shape.D, shape.DV)
+    described = packed and reads_descriptors(target) and (BD, BDV) == (shape.D, shape.DV)
     return {
         "HQ": shape.HQ, "HEADS": shape.HK * -(-group // heads), "GROUP": group, "PACK": heads,
         "D": shape.D, "DV": shape.DV, "BD": BD, "BDV": BDV,
@@ -93,7 +91,7 @@ def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> 
         "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
         "CACHE_DESCRIBED": False, "UNIT": True, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
-        "FORM": "plain", "PRECISION": precision(shape.dtype, target.name),
+        "FORM": "plain", "PRECISION": precision(shape.dtype, target.backend),
     } | switches  # fmt: skip
 
 

@@ -27,6 +27,7 @@ COLUMNS = 64
 STAGES = 3
 """Chunks in shared memory: what 227 KiB hold."""
 REGISTERS = 255
+"""A thread may take what eight warps leave it; the copying warp gives its own away."""
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 

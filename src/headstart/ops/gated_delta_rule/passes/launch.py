@@ -19,10 +19,8 @@ from headstart.ops.gated_delta_rule.passes.channel import (
 )
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
-    backend_of,
+    INTERPRETED_AS,
     heads_together,
-    padded,
-    precision,
     prepare_configuration,
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
@@ -32,7 +30,15 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.stores import Stores
-from headstart.runtime.launcher import current, device_ints, processors
+from headstart.runtime.launcher import (
+    current,
+    device_ints,
+    padded,
+    precision,
+    processors,
+    reads_descriptors,
+    target_of,
+)
 from headstart.runtime.workspace import default_workspace
 
 Given = dict[str, Any]
@@ -53,19 +59,19 @@ def launch(
 
 def _prepare(call: GatedDeltaCall, given: Given, items: int) -> None:
     H, HV, _, _ = call.sizes
-    backend = backend_of(call.device)
+    target = target_of(call.device, INTERPRETED_AS)
     if call.per_channel:
-        blocks = channel_configuration(call.q.dtype, backend.name, backend.warp_size)
+        blocks = channel_configuration(call.q.dtype, target.backend, target.warp_size)
         start(prepare_channels_kernel, (HV, items), given | {"BC": blocks.BC}, blocks.warps)
         return
     start(decays_kernel, (-(-HV // DECAY_HEADS), items), given, DECAY_HEADS // 2)
-    config = prepare_configuration(call.q.dtype, backend)
+    config = prepare_configuration(call.q.dtype, target)
     together = heads_together(H, HV, items, processors(call.device))
     own = {
         "BC": min(config.BC, given["BK"], given["BV"]), "together": together,
-        "DESCRIBED": backend.described,
+        "DESCRIBED": reads_descriptors(target),
     }  # fmt: skip
-    if backend.described:
+    if reads_descriptors(target):
         own |= {name: described(given[name], CHUNK) for name in ("T", "P")}
     start(prepare_kernel, (HV // together, items), given | own, config.warps)
 
@@ -124,7 +130,7 @@ def step_arguments(call: GatedDeltaCall, o: torch.Tensor) -> Given:
         "HAS_G": g is not None, "HAS_BETA": beta is not None,
         "HAS_BIAS": gate.dt_bias is not None, "NORMALISE": call.qk_l2norm,
         "PER_CHANNEL": call.per_channel,
-        "PRECISION": precision(q.dtype, backend_of(call.device).name),
+        "PRECISION": precision(q.dtype, target_of(call.device).backend),
     }  # fmt: skip
 
 

@@ -10,9 +10,10 @@ import torch
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.chunk_table import ChunkTable, chunk_table
-from headstart.ops.gated_delta_rule.passes.config import SCRATCH, padded
+from headstart.ops.gated_delta_rule.passes.config import SCRATCH
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
+from headstart.runtime.launcher import padded
 
 FIXED = ("base", "carry", "k_edges", "v_edges")
 Shape = tuple[tuple[int, ...], torch.dtype]

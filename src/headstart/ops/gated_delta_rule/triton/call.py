@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headstart.ops.gated_delta_rule.passes.config import backend_of
+from headstart.ops.gated_delta_rule.passes.config import INTERPRETED_AS
 from headstart.ops.gated_delta_rule.passes.launch import Given, described, launch, start
 from headstart.ops.gated_delta_rule.passes.scratch import Plan
 from headstart.ops.gated_delta_rule.pool import Pool
@@ -16,7 +16,7 @@ from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
-from headstart.runtime.launcher import declines_tensors
+from headstart.runtime.launcher import declines_tensors, reads_descriptors, target_of
 
 
 def declines(call: GatedDeltaCall) -> str | None:
@@ -61,8 +61,9 @@ def run(call: GatedDeltaCall) -> GatedDelta:
 
 def _scan(given: Given, sequences: int) -> None:
     V, BK, q = given["V"], given["BK"], given["q"]
-    backend = backend_of(q.device)
-    config = scan_configuration(given["K"], q.dtype, backend)
+    target = target_of(q.device, INTERPRETED_AS)
+    copied = reads_descriptors(target)
+    config = scan_configuration(given["K"], q.dtype, target)
     tiles = {"T": CHUNK, "P": CHUNK}
     own = {"T": given["T"], "P": given["P"]}
     if given["TILES"]:
@@ -72,13 +73,13 @@ def _scan(given: Given, sequences: int) -> None:
         # A tail takes k as it was.
         tiles |= {"k_starts": BK}
         own |= {"k_starts": given["k_starts"], "k_tiles": given["keys"]}
-    if backend.described:
+    if copied:
         own |= {name: described(own[name], columns) for name, columns in tiles.items()}
         if not given["TILES"]:
             own["q"] = TensorDescriptor.from_tensor(q, [CHUNK, 1, BK])
             own["v_tiles"] = TensorDescriptor.from_tensor(given["v"], [CHUNK, 1, config.BV])
     own |= {"BV": config.BV, "WIDTH": given["BV"], "STAGES": config.stages}
-    own |= {"DESCRIBED": backend.described}
+    own |= {"DESCRIBED": copied}
     blocks = -(-V // config.BV)
     start(scan_kernel, (blocks, given["HV"], sequences), given | own, config.warps)
 

@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headstart.ops.gated_delta_rule.passes.config import Backend
+from headstart.runtime.launcher import reads_descriptors
+from headstart.runtime.static import Target
 
 VARYING = ["first_item", "last_item", "parity"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
@@ -39,19 +40,19 @@ class ScanConfig:
     stages: int
 
 
-def scan_configuration(K: int, dtype: torch.dtype, backend: Backend) -> ScanConfig:
+def scan_configuration(K: int, dtype: torch.dtype, target: Target) -> ScanConfig:
     """The one configuration of a kind of call; it never depends on lengths or on the batch.
 
     Measured on Hopper alone; the others come from static figures (no vector spills for 16-bit
     inputs, but on gfx1151) and have not run.
     """
     wide = dtype == torch.float32 or K > 128
-    if backend.name == "hip":
-        warps = 4 if backend.warp_size == 64 else 16
+    if target.backend == "hip":
+        warps = 4 if target.warp_size == 64 else 16
         return ScanConfig(BV=16, warps=warps, stages=1)
-    if not backend.described:
+    if not reads_descriptors(target):
         return ScanConfig(BV=32, warps=8, stages=1 if wide else 2)
-    warps = 4 if backend.arch == 90 else 8
+    warps = 4 if target.arch == 90 else 8
     return ScanConfig(BV=64, warps=warps, stages=1 if wide else 3)
 
 

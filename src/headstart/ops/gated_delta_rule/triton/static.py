@@ -13,15 +13,13 @@ from headstart.ops.gated_delta_rule.passes.channel import (
 )
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
-    Backend,
-    padded,
-    precision,
     prepare_configuration,
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
 from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.recurrent import COLUMNS, WARPS, recurrent_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
+from headstart.runtime.launcher import padded, precision, reads_descriptors
 from headstart.runtime.static import StaticKernel, Target
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -93,11 +91,10 @@ def _signature(
 def kernels(target: Target) -> list[StaticKernel]:
     """Every kernel in every configuration, plain and with a cache."""
     found = []
-    arch = target.arch if isinstance(target.arch, int) else 0
-    backend = Backend(target.backend, target.warp_size, arch)
+    described = reads_descriptors(target)
     for K, V, dtype in SIZES:
-        config = scan_configuration(K, dtype, backend)
-        first = prepare_configuration(dtype, backend)
+        config = scan_configuration(K, dtype, target)
+        first = prepare_configuration(dtype, target)
         BK = padded(K)
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
@@ -110,7 +107,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "BETA": "logit" if cached else "value", "HAS_G": True, "HAS_BETA": True,
                 "HAS_BIAS": cached, "NORMALISE": cached,
             }  # fmt: skip
-            pieces = {"BC": min(first.BC, BK, padded(V)), "DESCRIBED": backend.described}
+            pieces = {"BC": min(first.BC, BK, padded(V)), "DESCRIBED": described}
             channels = {
                 "BC": blocks.BC, "GATE": "bounded" if cached else "log", "g_channel": 1,
                 "bias_channel": 1,
@@ -121,7 +118,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 for axis, stride in (("k", V), ("v", 1))
             }
             scan = strides | {
-                "BV": config.BV, "WIDTH": padded(V), "DESCRIBED": backend.described,
+                "BV": config.BV, "WIDTH": padded(V), "DESCRIBED": described,
                 "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
