@@ -176,10 +176,9 @@ class DeltaCache:
 
     def copy(self, src: Sequence[int] | torch.Tensor, dst: Sequence[int] | torch.Tensor) -> None:
         """Copy all of the slots `src` to the slots `dst`, pair by pair."""
-        source, target = self._index("src", src), self._index("dst", dst)
+        source, target = self._index("src", src), self._index("dst", dst, distinct=True)
         if len(source) != len(target):
             raise ValueError(f"dst: expected {len(source)} slots, got {len(target)}")
-        self._expect_distinct("dst", target)
         for tensor in self.tensors.values():
             tensor[target] = tensor[source]
 
@@ -225,8 +224,7 @@ class DeltaCache:
         position; required where the cache has a convolution. A state at position 0 is empty,
         whatever it holds. States on a device are looked at under HEADSTART_CHECK=1.
         """
-        index = self._index("slots", slots)
-        self._expect_distinct("slots", index)
+        index = self._index("slots", slots, distinct=True)
         places = host_ints("positions", positions, f"multiples of {CHUNK}", 0, INT32_MAX)
         count = len(index)
         if len(places) != count:
@@ -269,18 +267,17 @@ class DeltaCache:
             self.tensors["history_first"][index] = at[:, :1].clamp(min=0).to(torch.int32)
             self.tensors["history_end"][index] = place[:, None].to(torch.int32)
 
-    def _index(self, name: str, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def _index(
+        self, name: str, slots: Sequence[int] | torch.Tensor, *, distinct: bool = False
+    ) -> torch.Tensor:
+        """Slots as indices on the device, checked where the host knows them."""
         found = host_ints(name, slots)
         for slot in found:
             if not 0 <= slot < self.slots:
                 raise ValueError(f"{name}: expected slots in [0, {self.slots}), got {slot}")
-        return torch.tensor(found, dtype=torch.int64, device=self.device)
-
-    @staticmethod
-    def _expect_distinct(name: str, index: torch.Tensor) -> None:
-        found = index.tolist()
-        if len(set(found)) != len(found):
+        if distinct and len(set(found)) != len(found):
             raise ValueError(f"{name}: expected distinct slots, got {shown(found)}")
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
 
     def __repr__(self) -> str:
         return (
