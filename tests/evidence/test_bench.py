@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import headstart as package
 from headstart.cli.commands import headstart
-from headstart.evidence import arms, cases
+from headstart.evidence import arms, benching, cases
 from headstart.evidence.arms.copies import loaded_copy, renamed
 from headstart.evidence.benching import NOISE, SOURCE, CaseResult, Sources, bench_case
 from headstart.evidence.runs import load
@@ -145,6 +145,51 @@ def test_an_arm_that_raises_is_a_result(peer):
     found = by_arm(bench("gdn-1x128-small", "torch", "fla"))
     assert found["fla"].status == "failed"
     assert "no kernel image" in found["fla"].sentence
+
+
+def test_an_arm_that_breaks_on_a_later_call_is_a_result(peer):
+    calls = []
+
+    def breaks(*args, **options):
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("workspace is gone")
+        return recurrence(*args, **options)
+
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=breaks)
+    found = by_arm(bench("gdn-1x128-small", "torch", "fla"))
+    assert (found["fla"].status, found["torch"].status) == ("failed", "timed")
+    assert "workspace is gone" in found["fla"].sentence
+    assert found["fla"].device_ms == ()
+
+
+def test_a_lost_device_ends_the_run_with_one_line(peer, monkeypatch, tmp_path):
+    lost = []
+
+    def wild(*args, **options):
+        lost.append(1)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device):
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(benching, "synchronize", synchronize)
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=wild)
+    file = tmp_path / "bench.json"
+    result = run(
+        "oss-512-on-512-win-small", "gdn-1x128-small", TINY, "--arms", "torch,fla", "--rounds", "3",
+        "--device", "cpu", "--json", str(file),
+    )  # fmt: skip
+    assert result.exit_code == 1, result.output
+    assert result.stderr == (
+        "headstart: gdn-1x128-small: cpu was lost while checking fla: RuntimeError: CUDA error: "
+        f"an illegal memory access was encountered; not run: {TINY}\n"
+    )
+    # What was found before is kept.
+    assert [one.case for one in load(file, CaseResult, kind="bench").results] == [
+        "oss-512-on-512-win-small"
+    ]
 
 
 def test_missing_and_unfit_peers_say_why(monkeypatch):

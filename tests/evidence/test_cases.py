@@ -8,7 +8,7 @@ import torch
 import headstart
 from headstart.evidence import cases
 from headstart.evidence.cases import delta_block, trace
-from headstart.evidence.cases.record import drawn_lengths, small_lengths
+from headstart.evidence.cases.record import Draws, drawn_lengths, small_lengths
 
 # The ids as the workload document writes them, groups spelt out.
 IDS = {
@@ -181,6 +181,44 @@ def test_blank_arguments_have_the_shapes_of_inputs():
         assert {n: (t.shape, t.dtype) for n, t in drawn.items()} == {
             n: (t.shape, t.dtype) for n, t in blank.items()
         }
+
+
+@pytest.mark.parametrize("id", ["gdn-residual-512-small", "gdn-pool-small", "paged-16-small"])
+def test_draws_made_once_are_the_same_draws(id, monkeypatch):
+    case, drawn, randn = cases.get(id), [], torch.randn
+
+    def counting(shape, generator):
+        drawn.append(shape)
+        return randn(shape, generator=generator)
+
+    def tensors():
+        call = {**case.inputs(seed=1, dtype=torch.float32)}
+        state = call.pop("state", None)
+        memory = getattr(state, "tensor", None)
+        if state is not None and memory is None:
+            memory = state.cache.tensors["state"]
+        kept = call.get("cache")
+        found = [one for one in (memory, kept and kept.k, *call.values()) if one is not None]
+        return [one for one in found if isinstance(one, torch.Tensor)]
+
+    monkeypatch.setattr(torch, "randn", counting)
+    plain = tensors()
+    times = len(drawn)
+    drawn.clear()
+    with Draws.once():
+        first = tensors()
+        assert len(drawn) <= times
+        drawn.clear()
+        for tensor in first:  # a call may write to what it was given
+            tensor.fill_(7)
+        again = tensors()
+        assert drawn == []
+    assert all(
+        torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(plain, again, strict=True)
+    )
+    assert len(plain) >= 3
+    tensors()
+    assert len(drawn) == times
 
 
 def test_typical_inputs_are_what_models_produce():

@@ -92,7 +92,7 @@ def run(
     """Time CASEs under every arm. Exits with 1 if an arm's output is wrong or an arm failed."""
     need("evidence", "pydantic", "numpy")
     from headstart.evidence import runs
-    from headstart.evidence.benching import Sources, bench_case
+    from headstart.evidence.benching import DeviceLost, Sources, bench_case
     from headstart.evidence.timing import measure_ceilings
 
     if check != "all" and not (check.isdecimal() and int(check)):
@@ -109,22 +109,27 @@ def run(
     results: list[CaseResult] = []
     ceilings: dict[str, Any] = {}
     with Sources(names) as sources:
-        for case in chosen:
+        for number, case in enumerate(chosen):
             if case.dtype not in ceilings:
                 ceilings[case.dtype] = measure_ceilings(place, case.torch_dtype)
-            result = bench_case(
-                case,
-                names,
-                sources,
-                device=place,
-                seed=seed,
-                rounds=rounds,
-                clock=clock,
-                groups=None if check == "all" else int(check),
-                noise_floor=not no_noise_floor,
-                ceilings=ceilings[case.dtype],
-                progress=_progress(case.id),
-            )
+            try:
+                result = bench_case(
+                    case,
+                    names,
+                    sources,
+                    device=place,
+                    seed=seed,
+                    rounds=rounds,
+                    clock=clock,
+                    groups=None if check == "all" else int(check),
+                    noise_floor=not no_noise_floor,
+                    ceilings=ceilings[case.dtype],
+                    progress=_progress(case.id),
+                )
+            except DeviceLost as lost:
+                left = ", ".join(other.id for other in chosen[number + 1 :]) or "no other case"
+                print(f"headstart: {case.id}: {lost}; not run: {left}", file=sys.stderr)
+                sys.exit(1)
             results.append(result)
             _print_case(result)
             if json_file is not None:  # after every case: a run that is cut short is not lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +16,7 @@ from headstart.evidence import arms, revisions
 from headstart.evidence.arms import Arm, MissingPeer, Unfit, ours
 from headstart.evidence.arms.copies import loaded_copy
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.record import Draws
 from headstart.evidence.checking import Accuracy, Truths, check, load_truths
 from headstart.evidence.paired import Ratio, compare, orders
 from headstart.evidence.runs import Record
@@ -24,6 +26,7 @@ from headstart.evidence.timing import (
     make_clock,
     measure_ceilings,
     synchronize,
+    warm,
 )
 
 ROUNDS = 60
@@ -85,6 +88,10 @@ class CaseResult(Record):
     arms: tuple[ArmResult, ...]
 
 
+class DeviceLost(Exception):
+    """No call on a device works any more in this process; the message says what came before."""
+
+
 class Entry:
     """An arm that was asked for: built, or with the reason why it could not be."""
 
@@ -94,16 +101,18 @@ class Entry:
         self.status, self.sentence = "", ""
         self.accuracy: list[Accuracy] = []
 
-    def build(self, make: Callable[[], Arm]) -> None:
-        """Call `make`; whatever keeps the arm from existing becomes its status."""
+    def attempt(self, doing: str, device: torch.device, step: Callable[[], Any]) -> Any:
+        """What `step` gives, or None: then what kept it from working is the arm's status."""
         try:
-            self.arm = make()
+            return step()
         except MissingPeer as missing:
             self.fail("missing", str(missing))
         except (Unfit, NotImplementedError) as reason:
             self.fail("declined", str(reason))
         except Exception as error:  # peers raise whatever they like; it is their result
+            expect_alive(device, f"{doing} {self.name}", error)
             self.fail("failed", f"{type(error).__name__}: {error}")
+        return None
 
     def fail(self, status: str, sentence: str) -> None:
         """Note why the arm is not timed."""
@@ -188,6 +197,7 @@ def bench_case(
     """Run one case under the arms called `names`, the first one entered twice.
 
     groups: groups of heads that the outputs are checked in; None: all.
+    Raises `DeviceLost` where an arm's fault is the process's end, such as a wild address.
     """
     if case.op == "model":
         raise ValueError(f"case: {case.id} is a whole model; bench runs the operations' cases")
@@ -195,19 +205,23 @@ def bench_case(
         raise ValueError(f"arms: each once, got {', '.join(names)}")
     torch_device = torch.device(device)
     floor = case.floor()
-    with torch.inference_mode():
+    with torch.inference_mode(), Draws.once():
         progress("ceilings")
         ceilings = ceilings or measure_ceilings(torch_device, case.torch_dtype)
         entries = _entries(case, names, sources, torch_device, seed, noise_floor, progress)
         progress("reference")
         _check(case, entries, seed, torch_device, groups, progress)
-        clock_name, clock_note, flushed, times, calls = _time(
-            [entry for entry in entries if entry.arm is not None],
-            torch_device,
-            rounds,
-            clock,
-            progress,
-        )
+        try:
+            clock_name, clock_note, flushed, times, calls = _time(
+                [entry for entry in entries if entry.arm is not None],
+                torch_device,
+                rounds,
+                clock,
+                progress,
+            )
+        except RuntimeError as error:
+            expect_alive(torch_device, "timing", error)
+            raise
     floor_ms = ceilings.floor(floor.bytes, floor.operations)
     base = next((times[e.name] for e in entries if e.name in times), None)
     return CaseResult(
@@ -245,11 +259,17 @@ def _entries(
     for index, name in enumerate(names):
         progress(f"building {name}")
         entry = Entry(name)
-        entry.build(lambda name=name: _with_sibling(case, name, sources, device, seed))
+        entry.arm = entry.attempt(
+            "building", device, lambda name=name: _with_sibling(case, name, sources, device, seed)
+        )
         entries.append(entry)
         if index == 0 and noise_floor and entry.arm is not None:
             again = Entry(NOISE)
-            again.build(lambda name=name: sources.build_second(name, case, device, seed))
+            again.arm = again.attempt(
+                "building",
+                device,
+                lambda name=name: sources.build_second(name, case, device, seed),
+            )
             entries.append(again)
     return entries
 
@@ -285,14 +305,14 @@ def _check(
         mine = next((kept for kept in arm.kept if isinstance(kept, Case)), case)
         if mine.id not in references:
             references[mine.id] = load_truths(mine, seed, device, groups)
-        try:
+
+        def accuracy(arm: Arm = arm, mine: Case = mine) -> list[Accuracy]:
             arm.restore()
             found = arm.call()
             synchronize(device)
-            entry.accuracy = check(arm, mine, arm.outputs(found), references[mine.id])
-        except Exception as error:  # an arm that cannot run is a result, not the end of the run
-            entry.fail("failed", f"{type(error).__name__}: {error}")
-            continue
+            return check(arm, mine, arm.outputs(found), references[mine.id])
+
+        entry.accuracy = entry.attempt("checking", device, accuracy) or []
         if failures := [failure for one in entry.accuracy for failure in one.failures]:
             entry.fail("wrong", "; ".join(failures))
 
@@ -305,11 +325,14 @@ def _time(
     progress: Callable[[str], None],
 ) -> tuple[str, str, str, dict[str, list[float]], dict[str, tuple[float, float]]]:
     """Clock, its note, what was flushed; launches by arm; medians of host and wall by arm."""
-    running = [(entry.name, entry.arm) for entry in entries if entry.arm is not None]
-    if not running:
-        return "", "", "", {}, {}
     progress("warming up")
-    clock, graphs, note = make_clock([arm for _, arm in running], device, kind)
+    for entry in entries:
+        if entry.arm is not None:
+            entry.attempt("warming up", device, partial(_settle, entry.arm, device))
+    settled = [entry.arm for entry in entries if entry.arm is not None]
+    if not settled:
+        return "", "", "", {}, {}
+    clock, graphs, note = make_clock(settled, device, kind)
     _check_replays(entries, graphs)
     running = [(entry.name, entry.arm) for entry in entries if entry.arm is not None]
     times: dict[str, list[float]] = {name: [] for name, _ in running}
@@ -330,6 +353,20 @@ def _time(
             for name, pairs in both.items()
         }
     return clock.name, note, clock.flushed, times, calls
+
+
+def _settle(arm: Arm, device: torch.device) -> None:
+    warm(arm)
+    synchronize(device)
+
+
+def expect_alive(device: torch.device, doing: str, error: Exception) -> None:
+    """Raise `DeviceLost` where an error has cost the process its device."""
+    try:
+        synchronize(device)
+    except Exception:  # whatever failed first is what every later call says
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DeviceLost(f"{device} was lost while {doing}: {words}") from error
 
 
 def _check_replays(entries: list[Entry], graphs: dict[int, Any]) -> None:

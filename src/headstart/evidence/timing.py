@@ -166,14 +166,13 @@ def make_clock(
 ) -> tuple[Clock, dict[int, Any], str]:
     """A clock for these arms, their graphs by id(arm) if it replays any, and why it does not.
 
+    arms: warm already.
     kind: "graph" and "events" are strict on a GPU; "auto" replays graphs if all arms can be
         captured, so that all are measured in one way. A CPU has one clock.
     Raises ValueError where a strict "graph" cannot be had.
     """
     if kind not in CLOCKS:
         raise ValueError(f"clock: expected one of {list(CLOCKS)}, got {kind!r}")
-    for arm in arms:
-        warm(arm)
     if device.type != "cuda":
         if kind == "graph":
             raise ValueError("clock: graph needs a GPU")

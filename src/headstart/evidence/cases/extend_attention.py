@@ -226,7 +226,7 @@ class AttentionCase(Case):
         for name, size in (("cached k", self.D), ("cached v", self.value_size)):
             values = draws.normal(name, len(rows), self.HK, size)
             if not draws.blank:
-                values[~rows] = torch.nan
+                values = values.masked_fill(~rows[:, None, None], torch.nan)
             if self.cache_dtype:
                 scale = 0.02 * (1 + draws.uniform(name + " scale", self._scales()))
                 values = values / scale.view(-1, 1)

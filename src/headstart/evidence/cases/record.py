@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -136,23 +137,45 @@ class Draws:
     A blank set of draws works on meta tensors and places undefined memory instead.
     """
 
+    _kept: ClassVar[dict[tuple, torch.Tensor] | None] = None
+
     def __init__(self, seed: int, device: torch.device | str, *, blank: bool = False) -> None:
         self.seed, self.device, self.blank = seed, torch.device(device), blank
+
+    @classmethod
+    @contextmanager
+    def once(cls) -> Iterator[None]:
+        """While this lasts, draw each tensor once and hand out the same one again.
+
+        For whoever builds one case many times: drawing takes seconds where lengths are real ones.
+        """
+        before, cls._kept = cls._kept, {}
+        try:
+            yield
+        finally:
+            cls._kept = before
 
     def _generator(self, name: str) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
 
-    def normal(self, name: str, *shape: int) -> torch.Tensor:
-        """Standard normal, float32."""
+    def _drawn(
+        self, draw: Callable[..., torch.Tensor], name: str, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         if self.blank:
             return torch.empty(shape, device="meta")
-        return torch.randn(shape, generator=self._generator(name))
+        kept = self._kept if self._kept is not None else {}
+        key = (draw.__name__, self.seed, name, shape)
+        if key not in kept:
+            kept[key] = draw(shape, generator=self._generator(name))
+        return kept[key]
+
+    def normal(self, name: str, *shape: int) -> torch.Tensor:
+        """Standard normal, float32; read only."""
+        return self._drawn(torch.randn, name, shape)
 
     def uniform(self, name: str, *shape: int) -> torch.Tensor:
-        """Uniform in [0, 1), float32."""
-        if self.blank:
-            return torch.empty(shape, device="meta")
-        return torch.rand(shape, generator=self._generator(name))
+        """Uniform in [0, 1), float32; read only."""
+        return self._drawn(torch.rand, name, shape)
 
     def filled(self, value: float, *shape: int) -> torch.Tensor:
         """One value everywhere, float32."""
@@ -163,7 +186,7 @@ class Draws:
         return torch.randperm(count, generator=self._generator(name))
 
     def place(self, tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor in `dtype` on the device of the call."""
+        """The tensor in `dtype` on the device of the call, in memory of its own."""
         if self.blank:
             return torch.empty(tensor.shape, dtype=dtype, device=self.device)
-        return tensor.to(device=self.device, dtype=dtype)
+        return tensor.to(device=self.device, dtype=dtype, copy=self._kept is not None)
