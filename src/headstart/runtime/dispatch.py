@@ -13,7 +13,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +24,9 @@ import torch
 from headstart.runtime.checks import expect_choice, shown
 from headstart.runtime.declined import Declined
 from headstart.runtime.precision import full_float32
+from headstart.runtime.record import recording
+from headstart.runtime.steady import Prepared, memory
+from headstart.runtime.workspace import Workspace
 
 
 class Call(Protocol):
@@ -61,13 +64,18 @@ class Operation:
     """An operation: its name, its public function, its `bind`, and where its implementations live.
 
     places: implementation name -> "module:attribute", loaded at first use.
+    written: of each result of a call, the rows that kernels write; those past them are zeros.
+    prepared: how calls whose signature was seen before are computed, by signature; None: the long
+    way (see `runtime/steady.py`).
     """
 
     name: str
     bind: Callable[..., Call]
     places: dict[str, str]
     function: Callable[..., Any] | None = None
+    written: Callable[[Any], tuple[int, ...]] | None = None
     loaded: dict[str, Implementation] = field(default_factory=dict, compare=False)
+    prepared: dict[Hashable, Prepared | None] = field(default_factory=dict, compare=False)
 
     def implementation(self, name: str) -> Implementation:
         """The implementation called `name`; Declined if the operation has none of that name."""
@@ -142,10 +150,58 @@ def run(operation: Operation, call: Call, name: str | None = None) -> Any:
     # Kernels say themselves how they multiply; PyTorch's products ask the process.
     with full_float32() if chosen.name in ("torch", "reference") else nullcontext():
         result = chosen.run(call)
+    _count(operation.name, chosen.name)
+    return result
+
+
+def _count(operation: str, implementation: str) -> None:
+    ran = operation, implementation
     with _lock:
-        served[operation.name, chosen.name] += 1
-    for ran in _watchers.get():
-        ran.append((operation.name, chosen.name))
+        served[ran] += 1
+    for watcher in _watchers.get():
+        watcher.append(ran)
+
+
+Signature = tuple[Hashable, list[torch.Tensor]]
+"""Host facts of a call and its tensors in a fixed order, those of the call's device first."""
+SIGNATURES = 4096
+"""Signatures that an operation remembers."""
+
+
+def steadily(
+    operation: Operation,
+    signature: Signature | None,
+    bind: Callable[[], Call],
+    name: str | None,
+    workspace: Workspace | None = None,
+) -> Any:
+    """Compute a call as an earlier one of its signature was; without one, bind and run it.
+
+    signature: None for a call that always goes the long way.
+    """
+    if signature is None or not isinstance(name, str | None):
+        return run(operation, bind(), name)
+    facts, tensors = signature
+    addresses = [x.data_ptr() for x in tensors]
+    key = facts, name, memory(addresses)
+    prepared = operation.prepared.get(key)
+    if prepared is not None and prepared.fits(addresses):
+        result = prepared.run(tensors, addresses, workspace)
+        _count(operation.name, prepared.implementation)
+        return result
+    if operation.written is None or key in operation.prepared:
+        return run(operation, bind(), name)
+    call = bind()
+    with recording() as record, watching() as ran:
+        result = run(operation, call, name)
+    try:
+        prepared = Prepared(record, ran[-1][1], tensors, result, operation.written(call))
+    except LookupError:
+        prepared = None
+    with _lock:
+        while len(operation.prepared) >= SIGNATURES:
+            del operation.prepared[next(iter(operation.prepared))]
+        operation.prepared[key] = prepared
     return result
 
 

@@ -6,9 +6,11 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
+from headstart.runtime.record import Launched, current_record
 from headstart.runtime.static import Target
 
 
@@ -108,9 +110,87 @@ def precision(dtype: torch.dtype, backend: str) -> str:
     return "tf32x3" if dtype == torch.float32 and backend == "cuda" else "ieee"
 
 
+PREPARED = {"cuda"}
+"""Types of devices on which a call may be computed as an earlier one was (`runtime/steady.py`)."""
+
+
+def prepares(device: torch.device) -> bool:
+    """Whether calls on a device are worth a signature: their time on the host counts."""
+    return device.type in PREPARED
+
+
 def current(device: torch.device) -> AbstractContextManager:
     """Make `device` the one that kernels are launched on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], **options: Any) -> None:
+    """Launch a kernel with those of the given arguments that it names, on the current device.
+
+    options: the compiler's. A call that is being recorded (`runtime/steady.py`) keeps the launch.
+    """
+    arguments = {name: given[name] for name in kernel.arg_names}
+    compiled = kernel[grid](**arguments, **options)
+    if (record := current_record()) is not None:
+        record.launches.append(Launched(kernel, compiled, grid, tuple(arguments.values())))
+
+
+class HostInts(tuple[int, ...]):
+    """Integers or flags that the host gave once: they never change, nor does a copy of them.
+
+    >>> slots = HostInts([3, -1])
+    >>> slots.within(8), slots.within(3), HostInts([1, 1]).distinct
+    (True, False, False)
+    """
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether all are Python's own ints: no bools, no floats."""
+        return set(map(type, self)) <= {int}
+
+    @functools.cached_property
+    def used(self) -> frozenset[int]:
+        """The slots among them: what is not -1."""
+        return frozenset(self) - {-1}
+
+    @functools.cached_property
+    def distinct(self) -> bool:
+        """Whether no slot is listed twice."""
+        return len(self.used) == len(self) - self.count(-1)
+
+    @functools.cached_property
+    def _bounds(self) -> tuple[int, int]:
+        return min(self, default=0), max(self, default=-1)
+
+    def within(self, limit: int) -> bool:
+        """Whether all are slots of `limit`, or -1."""
+        least, most = self._bounds
+        return least >= -1 and most < limit
+
+    @functools.cached_property
+    def _copies(self) -> dict[tuple[torch.device, int], torch.Tensor]:
+        return {}
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """Their copy on `device`, made once for each stream: it then waits for no other."""
+        key = device, stream_of(device)
+        found = self._copies.get(key)
+        if found is None:
+            found = device_ints(list(self), device)
+            # What a graph copies while it is captured is there only once it is replayed.
+            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self._copies[key] = found
+        return found
+
+
+def frozen_ints(values: Any) -> Any:
+    """Lists and tuples as `HostInts`; anything else as it is."""
+    return HostInts(values) if type(values) in (list, tuple) else values
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream that calls on a device are ordered by now; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -119,6 +199,8 @@ def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> t
     >>> device_ints([3, -1], torch.device("cpu")).dtype
     torch.int32
     """
+    if isinstance(values, HostInts):
+        return values.on_device(device)
     if not isinstance(values, torch.Tensor):
         values = torch.tensor([int(value) for value in values], dtype=torch.int32)
     if values.dtype == torch.bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from headstart.runtime.checks import expect_place
+from headstart.runtime.record import current_record
 
 
 class Workspace:
@@ -30,6 +31,8 @@ class Workspace:
     def __init__(self, device: torch.device | str) -> None:
         self.device = expect_place("device", device)
         self._memory: dict[str, torch.Tensor] = {}
+        self.bound: dict[object, tuple] = {}
+        """What others derive from where the buffers lie, by whom; forgotten when one moves."""
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of `shape` and `dtype` in the memory kept under `name`."""
@@ -39,10 +42,13 @@ class Workspace:
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size:
             self._memory.pop(name, None)
+            self.bound.clear()
             # A plain tensor even when first asked for under inference mode: the memory outlives it.
             with torch.inference_mode(False):
                 memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             self._memory[name] = memory
+        if (record := current_record()) is not None:
+            record.scratch[name] = tuple(shape), dtype, memory.data_ptr()
         return memory[:size].view(dtype).view(tuple(shape))
 
     @property
@@ -53,6 +59,7 @@ class Workspace:
     def release(self) -> None:
         """Give all memory back; the next call takes what it needs."""
         self._memory.clear()
+        self.bound.clear()
 
 
 class _PerThread(threading.local):
@@ -65,8 +72,14 @@ _per_thread = _PerThread()
 
 def default_workspace(device: torch.device) -> Workspace:
     """The workspace of calls that bring none: one per thread, device and current stream."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    cuda = device.type == "cuda"
+    return workspace_of(device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
+
+
+def workspace_of(device: torch.device, stream: int) -> Workspace:
+    """The workspace of this thread for a device and a stream."""
     key = (device, stream)
-    if key not in _per_thread.workspaces:
-        _per_thread.workspaces[key] = Workspace(device)
-    return _per_thread.workspaces[key]
+    found = _per_thread.workspaces.get(key)
+    if found is None:
+        found = _per_thread.workspaces[key] = Workspace(device)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,7 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
+from headstart.ops.gated_delta_rule.signature import signature
 from headstart.ops.gated_delta_rule.spec import GatedDelta
 from headstart.runtime import dispatch
 from headstart.runtime.checks import (
@@ -103,24 +105,13 @@ def gated_delta_rule(
     tensor([[[[3.],
               [5.]]]])
     """
-    call = spec.bind(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        schedule=schedule,
-        state=state,
-        gate=gate,
-        snapshots=snapshots,
-        return_state=return_state,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        reproducible=reproducible,
-        workspace=workspace,
-        out=out,
+    arguments = (
+        q, k, v, g, beta, schedule, state, gate, snapshots, return_state, scale, qk_l2norm,
+        reproducible, workspace, out,
+    )  # fmt: skip
+    return dispatch.steadily(
+        _CHUNKED, signature(*arguments), lambda: spec.bind(*arguments), implementation, workspace
     )
-    return dispatch.run(_CHUNKED, call, implementation)
 
 
 def recurrent_gated_delta_rule(
@@ -149,10 +140,16 @@ def recurrent_gated_delta_rule(
     >>> float(headstart.recurrent_gated_delta_rule(q, q, 2 * q, None, None).o)
     2.0
     """
-    call = _bind_recurrent(
-        q, k, v, g, beta, schedule, state, gate, return_state, scale, qk_l2norm, workspace, out
+    arguments = (
+        q, k, v, g, beta, schedule, state, gate, return_state, scale, qk_l2norm, workspace, out,
+    )  # fmt: skip
+    seen = signature(
+        q, k, v, g, beta, schedule, state, gate, None, return_state, scale, qk_l2norm, False,
+        workspace, out,
+    )  # fmt: skip
+    return dispatch.steadily(
+        _RECURRENT, seen, lambda: _bind_recurrent(*arguments), implementation, workspace
     )
-    return dispatch.run(_RECURRENT, call, implementation)
 
 
 def _bind_recurrent(
@@ -306,6 +303,7 @@ _CHUNKED = dispatch.register(
             "reference": f"{_HERE}.reference:IMPLEMENTATION",
         },
         function=gated_delta_rule,
+        written=operator.attrgetter("written"),
     )
 )
 _RECURRENT = dispatch.register(
@@ -318,5 +316,6 @@ _RECURRENT = dispatch.register(
             "reference": f"{_HERE}.reference:IMPLEMENTATION",
         },
         function=recurrent_gated_delta_rule,
+        written=operator.attrgetter("written"),
     )
 )

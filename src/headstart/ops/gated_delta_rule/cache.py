@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 
@@ -32,10 +33,13 @@ from headstart.runtime.checks import (
     host_ints,
     shown,
 )
+from headstart.runtime.launcher import frozen_ints
 
 MAX_DRAFT_TOKENS = 64
 STORED = (*FLOATS, torch.float64)
 """Dtypes of what a cache stores."""
+_kinds: dict[tuple, object] = {}
+"""What stands for the sizes and strides of a cache, the same for caches that are alike."""
 
 
 class DeltaCache:
@@ -102,6 +106,7 @@ class DeltaCache:
         self.per_channel, self.dtype, self.draft_tokens = per_channel, dtype, draft_tokens
         self.conv_channels, self.conv_width = conv_channels, conv_width
         self.device = expect_place("device", device)
+        self._seen: tuple[tuple[torch.Tensor, ...], object] = (), None
         layout = self._layout()
         if tensors is None:
             # Plain tensors even when made under inference mode: the cache outlives it.
@@ -149,6 +154,19 @@ class DeltaCache:
         return layout
 
     @property
+    def kind(self) -> object:
+        """What signatures hold of a cache, beside addresses: see `runtime/steady.py`."""
+        held, kind = self._seen
+        tensors = self.tensors.values()
+        if len(held) != len(tensors) or not all(map(is_, held, tensors)):
+            sizes = self.H, self.HV, self.K, self.V, self.conv_channels, self.conv_width
+            more = self.slots, self.per_channel, self.dtype, self.draft_tokens
+            strides = tuple((name, x.stride()) for name, x in self.tensors.items())
+            kind = _kinds.setdefault((*sizes, *more, *strides), object())
+            self._seen = tuple(tensors), kind
+        return kind
+
+    @property
     def tail_rows(self) -> int:
         """R, rows of the tail's ring."""
         return CHUNK + 2 * self.draft_tokens
@@ -164,7 +182,10 @@ class DeltaCache:
         return sum(tensor[0].numel() * tensor.dtype.itemsize for tensor in self.tensors.values())
 
     def at(self, slots: Sequence[int] | torch.Tensor) -> CacheSlots:
-        """These slots, one for each sequence; -1 reads as empty and writes nothing."""
+        """These slots, one for each sequence; -1 reads as empty and writes nothing.
+
+        A list is copied here, and to the device once: what is returned may serve many steps.
+        """
         return CacheSlots(self, slots)
 
     def reset(self, slots: Sequence[int] | torch.Tensor) -> None:
@@ -292,3 +313,6 @@ class CacheSlots:
 
     cache: DeltaCache
     slots: Sequence[int] | torch.Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", frozen_ints(self.slots))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.runtime.checks import expect_choice
+from headstart.runtime.launcher import frozen_ints
 
 LAYOUTS = ("kv", "vk")
 
@@ -27,6 +28,7 @@ class Pool:
         sequence's state).
     layout: "kv" or "vk".
 
+    Lists are copied here, and to the device once: one Pool may serve many steps.
     Two sequences must not write one slot, nor one sequence a slot that another one reads.
 
     >>> import torch
@@ -42,3 +44,5 @@ class Pool:
 
     def __post_init__(self) -> None:
         expect_choice("layout", self.layout, LAYOUTS)
+        for name in ("read_slots", "write_slots", "present"):
+            object.__setattr__(self, name, frozen_ints(getattr(self, name)))

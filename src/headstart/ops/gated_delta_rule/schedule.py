@@ -77,6 +77,7 @@ class Schedule:
         self.device = expect_place("device", device)
         self.capacity = None if capacity is None else _capacity(capacity)
         self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
+        self._facts: tuple[int, int, int, int, bool, tuple[int, int, int] | None] | None = None
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -144,6 +145,7 @@ class Schedule:
                     raise ValueError(f"capacity: expected at most {room} {name}, got {have}")
         self.offsets, self.lengths, self.starts = offsets, steps, starts
         self.drafts, self.snapshot_positions = flags, kept
+        self._facts = None
         if self.capacity is None:
             self._on_device.clear()
         for build, tensor in self._on_device.items():
@@ -165,6 +167,21 @@ class Schedule:
     def M(self) -> int:  # noqa: N802
         """Snapshots of the step."""
         return sum(map(len, self.snapshot_positions))
+
+    @property
+    def facts(self) -> tuple[int, int, int, int, bool, tuple[int, int, int] | None]:
+        """What a call looks at on the host, beside the tables: see `runtime/steady.py`.
+
+        N, T, M, the longest step with drafts (0: none), whether a snapshot lies before its
+        sequence's start, and the capacity.
+        """
+        if self._facts is None:
+            pairs = zip(self.drafts, self.lengths, strict=True)
+            drafts = max((max(length, 1) for draft, length in pairs if draft), default=0)
+            kept = zip(self.snapshot_positions, self.starts, strict=True)
+            earlier = any(positions and positions[0] < start for positions, start in kept)
+            self._facts = self.N, self.T, self.M, drafts, earlier, self.capacity
+        return self._facts
 
     def on_device(self, build: Callable[[Schedule], list[int]]) -> torch.Tensor:
         """The integers that `build` makes of this schedule, int32 on its device, kept.

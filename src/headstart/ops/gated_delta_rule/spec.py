@@ -90,6 +90,14 @@ class GatedDeltaCall:
         """H, HV, K, V."""
         return self.k.shape[1], self.v.shape[1], self.k.shape[2], self.v.shape[2]
 
+    @property
+    def written(self) -> tuple[int, int, int]:
+        """Rows of o, new states and snapshots that are computed; those past them are zeros."""
+        schedule = self.schedule
+        if schedule.capacity is not None:
+            return schedule.T, 0, 0
+        return schedule.T, schedule.N, schedule.M
+
 
 def bind(
     q: torch.Tensor,

@@ -33,7 +33,8 @@ class Stores:
             o = torch.empty(packed, dtype=call.q.dtype, device=call.device)
         else:
             o = out.view(-1, HV, V) if out.dim() == 4 else out
-        o[call.schedule.T :].zero_()
+        if o.shape[0] > call.schedule.T:
+            o[call.schedule.T :].zero_()
         state = snapshots = None
         # Every entry is written but those past N that a capacity has room for.
         fresh = torch.empty if call.schedule.capacity is None else torch.zeros

@@ -19,6 +19,7 @@ from headstart.ops.gated_delta_rule.steps import sequence_steps
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
+from headstart.runtime.launcher import start
 
 SIZES = (128, 128)
 """The one (K, V) that the scan is written for."""
@@ -99,10 +100,8 @@ def _scan(given: Given, sequences: int) -> None:
         "v_edges": _described(given["v_edges"] if given["CACHED"] else T, COLUMNS),
         "BV": COLUMNS, "STAGES": STAGES,
     }  # fmt: skip
-    given = given | own
-    arguments = {name: given[name] for name in scan_kernel.arg_names}
     grid = (V // COLUMNS, HV, sequences)
-    scan_kernel[grid](**arguments, num_warps=4, maxnreg=REGISTERS)
+    start(scan_kernel, grid, given | own, num_warps=4, maxnreg=REGISTERS)
 
 
 def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:

@@ -30,6 +30,7 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.stores import Stores
+from headstart.runtime import launcher
 from headstart.runtime.launcher import (
     current,
     device_ints,
@@ -82,8 +83,7 @@ def start(kernel: Any, grid: tuple[int, ...], given: Given, num_warps: int) -> N
     Without contraction into fused multiply-adds: a value that one path reads from memory and
     another forms in registers must give the same bits.
     """
-    arguments = {name: given[name] for name in kernel.arg_names}
-    kernel[grid](**arguments, num_warps=num_warps, enable_fp_fusion=False)
+    launcher.start(kernel, grid, given, num_warps=num_warps, enable_fp_fusion=False)
 
 
 def described(rows: torch.Tensor, columns: int) -> Any:

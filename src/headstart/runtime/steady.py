@@ -1,0 +1,374 @@
+"""Steady calls: what an earlier call launched, launched again on other memory.
+
+The arguments of a call are checked, and its launches worked out, once for a signature: a tuple of
+every host fact that either depends on (shapes, strides, dtypes, devices, alignment, flags, which
+arguments share memory; never a length that a table on the device holds). Such a call is recorded.
+A later call of the same signature differs in the addresses of its tensors alone, so it takes the
+compiled kernels straight to the driver's launcher, each with one tuple of arguments.
+
+    found = signature(...)                    # (key, tensors), or None: the call goes the long way
+    prepared = PREPARED.get(found.key)        # of an earlier call
+    result = prepared.run(found.tensors)      # or, the first time, `recorded`
+
+A record is of use if every address that a kernel was given is that of a tensor of the signature, of
+an output or of scratch. Where it is not, and where Triton does not offer a launcher that can be
+called so (the interpreter), calls go the long way each time. Prepared calls never change, so
+threads may share them; descriptors of scratch belong to the workspace that holds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+
+from headstart.runtime.record import Launched, Record
+from headstart.runtime.workspace import Workspace, workspace_of
+
+STREAM = object()
+"""Stands for the stream where a launcher passes it on."""
+MAPS = 64
+"""Descriptors that are kept for one argument: addresses come again, but not forever."""
+
+
+class _Address:
+    """Memory, as far as a descriptor is concerned."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """The driver's launcher of one compiled kernel, without the binder before it.
+
+    launch: takes `base`, then the kernel's arguments, descriptors spelled out.
+    base: grid, STREAM, function and whatever else this driver passes ahead of them.
+    expand: (type, what the compiler says of the descriptor, argument) -> what `launch` takes for
+    it.
+    """
+
+    launch: Callable[..., None]
+    base: tuple[Any, ...]
+    expand: Callable[[str, Any, Any], list[Any]]
+
+    @staticmethod
+    def of(launched: Launched) -> _Handle:
+        """The handle; LookupError where Triton's launcher is not of the kind that has one."""
+        launcher = launched.compiled.run
+        launch = getattr(launcher, "launch", None)
+        wrap = getattr(sys.modules[type(launcher).__module__], "wrap_handle_tensordesc", None)
+        if inspect.isfunction(launch):  # with descriptors it is wrapped in what spells them out
+            launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+        if launch is None or wrap is None:
+            raise LookupError("a launcher in C")
+        passed: list[Any] = []
+        asked = copy.copy(launcher)
+        asked.launch = lambda *args: passed.extend(args)
+        grid = (*launched.grid, 1, 1)[:3]
+        compiled, first = launched.compiled, object()
+        asked(*grid, STREAM, compiled.function, compiled.packed_metadata, None, None, None, first)
+        *base, last = passed
+        if last is not first:  # arguments travel in another form
+            raise LookupError("a launcher in C that takes arguments one by one")
+
+        def expand(kind: str, about: Any, argument: Any) -> list[Any]:
+            given: list[Any] = []
+            spelled = wrap(lambda *args: given.extend(args), {0: kind}, about and [about])
+            spelled(*base, argument)
+            return given[len(base) :]
+
+        return _Handle(launch, tuple(base), expand)
+
+
+def _encoder(handle: _Handle, kind: str, about: Any, descriptor: Any) -> Callable[[int], Any]:
+    """Address -> the descriptor's first word (a tensor map), for memory laid out alike."""
+    like = copy.copy(descriptor)
+    like.base = None  # memory is not kept alive for its layout
+
+    def encode(address: int) -> Any:
+        there = copy.copy(like)
+        there.base = _Address(address)
+        return handle.expand(kind, about, there)[0]
+
+    return encode
+
+
+class _Places:
+    """Where in one list the launches of a call find their arguments.
+
+    The list: the stream; addresses of the call's tensors; descriptors of them; then what stays
+    between calls: addresses of scratch, descriptors of it, numbers.
+    """
+
+    def __init__(self, addresses: Sequence[int], scratch: Sequence[int]) -> None:
+        self._addresses, self._scratch = list(addresses), list(scratch)
+        self.described: list[tuple[int, Callable[[int], Any]]] = []
+        self.scratch_described: list[tuple[int, Callable[[int], Any]]] = []
+        self.numbers: list[Any] = []
+
+    def of_launch(self, launched: Launched, handle: _Handle) -> list[tuple[str, int]]:
+        """The places of a launch's arguments, as sections of the list and indices in them.
+
+        Raises LookupError where an address is none of a tensor of the call or of scratch.
+        """
+        places = [
+            ("stream", 0) if value is STREAM else self._number(value) for value in handle.base
+        ]
+        about = iter(getattr(launched.compiled.metadata, "tensordesc_meta", None) or ())
+        kinds = launched.compiled.src.signature.values()
+        for kind, argument in zip(kinds, launched.arguments, strict=True):
+            if not isinstance(kind, str):
+                raise LookupError("arguments in a tuple")
+            if kind.startswith("tensordesc"):
+                places += self._descriptor(handle, kind, next(about, None), argument)
+            elif kind != "constexpr" and hasattr(argument, "data_ptr"):
+                places.append(self._address(argument.data_ptr()))
+            else:
+                places.append(self._number(argument))
+        return places
+
+    def index(self, place: tuple[str, int]) -> int:
+        """The index in the whole list, once all launches have their places."""
+        sizes = {
+            "stream": 1, "call": len(self._addresses), "described": len(self.described),
+            "scratch": len(self._scratch), "scratch described": len(self.scratch_described),
+            "numbers": len(self.numbers),
+        }  # fmt: skip
+        section, i = place
+        before = list(sizes)[: list(sizes).index(section)]
+        return sum(sizes[name] for name in before) + i
+
+    def _number(self, value: Any) -> tuple[str, int]:
+        self.numbers.append(value)
+        return "numbers", len(self.numbers) - 1
+
+    def _address(self, address: int) -> tuple[str, int]:
+        if address in self._addresses:
+            return "call", self._addresses.index(address)
+        if address in self._scratch:
+            return "scratch", self._scratch.index(address)
+        raise LookupError("memory of the call")
+
+    def _descriptor(
+        self, handle: _Handle, kind: str, about: Any, descriptor: Any
+    ) -> list[tuple[str, int]]:
+        first, *layout = handle.expand(kind, about, descriptor)
+        section, i = self._address(descriptor.base.data_ptr())
+        numbers = [self._number(value) for value in layout]
+        if hasattr(first, "data_ptr"):  # where there is no copy engine, the address itself
+            return [(section, i), *numbers]
+        kept = self.described if section == "call" else self.scratch_described
+        kept.append((i, _encoder(handle, kind, about, descriptor)))
+        section = "described" if section == "call" else "scratch described"
+        return [(section, len(kept) - 1), *numbers]
+
+
+class Program:
+    """The launches of one signature.
+
+    Raises LookupError where they cannot be made without the long way.
+
+    Attributes
+    ----------
+    driver: Triton's, of the device.
+    scratch: name -> shape and dtype of what they take from a workspace.
+    """
+
+    __slots__ = (
+        "_described", "_hooks", "_knobs", "_launches", "_numbers", "_scratch_described", "driver",
+        "scratch",
+    )  # fmt: skip
+
+    def __init__(self, record: Record, addresses: Sequence[int]) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        handles = [_Handle.of(launched) for launched in record.launches]
+        places = _Places(addresses, [address for _, _, address in record.scratch.values()])
+        found = [
+            places.of_launch(launched, handle)
+            for launched, handle in zip(record.launches, handles, strict=True)
+        ]
+        self.driver: Any = driver.active
+        self.scratch = {name: (shape, kind) for name, (shape, kind, _) in record.scratch.items()}
+        self._launches = tuple(
+            (handle.launch, itemgetter(*map(places.index, picked)))
+            for handle, picked in zip(handles, found, strict=True)
+        )
+        self._described = tuple((i, encode, {}) for i, encode in places.described)
+        self._scratch_described = tuple(places.scratch_described)
+        self._numbers = tuple(places.numbers)
+        self._knobs = knobs.runtime
+        self._hooks = tuple(launched.kernel.pre_run_hooks for launched in record.launches)
+
+    def heard(self) -> bool:
+        """Whether somebody listens to launches: then they go the long way, which tells all."""
+        before, after = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            return True
+        return any(self._hooks)
+
+    def run(self, stream: int, addresses: list[int], workspace: Workspace | None) -> None:
+        """Launch on the current device; workspace: of this device and stream."""
+        values: list[Any] = [stream, *addresses]
+        for i, encode, maps in self._described:
+            address = addresses[i]
+            found = maps.get(address)
+            if found is None:
+                if len(maps) >= MAPS:
+                    maps.clear()
+                found = maps[address] = encode(address)
+            values.append(found)
+        values += self._numbers if workspace is None else self._fixed(workspace)
+        for launch, pick in self._launches:
+            launch(*pick(values))
+
+    def _fixed(self, workspace: Workspace) -> tuple[Any, ...]:
+        """What stays as long as the scratch lies where it lies, which its workspace knows."""
+        fixed = workspace.bound.get(self)
+        if fixed is None:
+            held = [
+                workspace.buffer(name, shape, kind).data_ptr()
+                for name, (shape, kind) in self.scratch.items()
+            ]
+            maps = [encode(held[i]) for i, encode in self._scratch_described]
+            fixed = workspace.bound[self] = (*held, *maps, *self._numbers)
+        return fixed
+
+
+class Output(NamedTuple):
+    """A result that every call makes anew, contiguous; rows past `written` are zeros."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    written: int
+
+
+class Prepared:
+    """How calls of one signature are computed.
+
+    implementation: whose launches these are.
+    """
+
+    __slots__ = ("_build", "_device", "_fields", "_given", "_spans", "implementation", "program")
+
+    def __init__(
+        self,
+        record: Record,
+        implementation: str,
+        tensors: Sequence[torch.Tensor],
+        result: Any,
+        written: Sequence[int],
+    ) -> None:
+        """From a call's record, its tensors and its result; raises LookupError if it is of no use.
+
+        written: of each result, the rows that kernels write.
+        """
+        if not record.launches or any(run.compiled is None for run in record.launches):
+            raise LookupError("a kernel")
+        single = isinstance(result, torch.Tensor)
+        results = (result,) if single else tuple(result)
+        self._build = _alone if single else getattr(type(result), "_make", tuple)
+        self.implementation, self._device = implementation, tensors[0].device
+        addresses = [x.data_ptr() for x in tensors]
+        fields: list[Output | int | None] = []
+        for x, rows in zip(results, written, strict=True):
+            at = [i for i, given in enumerate(tensors) if given is x]
+            if x is None or at:
+                fields.append(at[0] if at else None)
+                continue
+            if not x.is_contiguous():
+                raise LookupError("a contiguous result")
+            fields.append(Output(x.shape, x.dtype, rows))
+            addresses.append(x.data_ptr())
+        self._fields = tuple(fields)
+        self._given = tuple(i for i in fields if isinstance(i, int))
+        self._spans = tuple(_bytes(x) for x in tensors)
+        self.program = Program(record, addresses)
+
+    def fits(self, addresses: list[int]) -> bool:
+        """Whether a call may go this way: nobody listens, and no output lies in another tensor.
+
+        The long way tells columns of the same rows apart, and what is wrong.
+        """
+        for i in self._given:
+            begin, end = addresses[i], addresses[i] + self._spans[i]
+            for j, (address, size) in enumerate(zip(addresses, self._spans, strict=True)):
+                if address < end and begin < address + size and i != j:
+                    return False
+        return not self.program.heard()
+
+    def run(
+        self, tensors: list[torch.Tensor], addresses: list[int], workspace: Workspace | None
+    ) -> Any:
+        """The result of a call; workspace None: that of this thread and stream."""
+        program, device = self.program, self._device
+        driver = program.driver
+        if device.index is not None and driver.get_current_device() != device.index:
+            with torch.cuda.device(device):
+                return self.run(tensors, addresses, workspace)
+        stream = driver.get_current_stream(device.index)
+        results: list[torch.Tensor | None] = []
+        for made in self._fields:
+            if made is None:
+                results.append(None)
+            elif isinstance(made, int):
+                results.append(tensors[made])
+            else:
+                shape, dtype, written = made
+                x = torch.empty(shape, dtype=dtype, device=device)
+                if written < shape[0]:
+                    x[written:].zero_()
+                results.append(x)
+                addresses.append(x.data_ptr())
+        if not program.scratch:
+            workspace = None
+        elif workspace is None:
+            workspace = workspace_of(device, stream)
+        program.run(stream, addresses, workspace)
+        return self._build(results)
+
+
+def _alone(results: list[Any]) -> Any:
+    return results[0]
+
+
+def _bytes(x: torch.Tensor) -> int:
+    """From the first byte of a tensor to the one after its last."""
+    if not x.numel():
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return (reach + 1) * x.element_size()
+
+
+def layout(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a signature holds of a tensor, beside its address."""
+    steps = x.stride() if x.layout is torch.strided else None
+    return x.shape, steps, x.dtype, x.device
+
+
+def memory(addresses: list[int]) -> tuple[Any, Any]:
+    """What a signature holds of addresses: which are aligned to 16 bytes, and which are the same.
+
+    >>> memory([32, 64]), memory([32, 40, 32])
+    ((None, None), ((0, 8, 0), (0, 1, 0)))
+    """
+    aligned = (
+        None if not functools.reduce(or_, addresses) & 15 else tuple(x & 15 for x in addresses)
+    )
+    if len(set(addresses)) == len(addresses):
+        return aligned, None
+    return aligned, tuple(map(addresses.index, addresses))

@@ -1,0 +1,82 @@
+"""A Triton driver without a device: it compiles nothing and keeps what it is told to launch.
+
+Triton's binder, its expansion of descriptors and its launcher class are the real ones; only what
+they end in, a function in C, is a list here.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+
+DEVICE = 77
+"""An index that no device has: what kernels keep for it is nobody else's."""
+STREAM = 5
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map: what was encoded."""
+
+    address: int
+    rest: tuple
+
+
+@dataclass
+class FakeDriver:
+    """launched: the arguments of every launch as the function in C would get them."""
+
+    device: int = DEVICE
+    stream: int = STREAM
+    launched: list = field(default_factory=list)
+    encoded: int = 0
+
+    def __post_init__(self):
+        self.utils = SimpleNamespace(fill_tma_descriptor=self.encode)
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device):
+        return self.stream
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def encode(self, address, swizzle, size, kind, block, shape, strides, padding):
+        self.encoded += 1
+        return Map(address, (swizzle, size, kind, *block, *shape, *strides, padding))
+
+    def launch(self, *args):
+        self.launched.append(args)
+
+    def compile(self, src, target, options):
+        """What the JIT gets for a kernel and the types of its arguments."""
+        kinds = [kind for kind in src.signature.values() if kind.startswith("tensordesc")]
+        layout = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
+        about = [layout | {"block_size": [64, i]} for i, _ in enumerate(kinds)]
+        metadata = SimpleNamespace(tensordesc_meta=about, num_warps=options["num_warps"])
+        packed = options["num_warps"], 1, options.get("maxnreg") or 0
+        return SimpleNamespace(
+            src=src, metadata=metadata, packed_metadata=packed, function=next(_functions),
+            run=FakeLauncher(self, src, about), launch_metadata=_metadata,
+        )  # fmt: skip
+
+
+_functions = itertools.count(1000)
+
+
+def _metadata(grid, stream, *args):
+    return None
+
+
+class FakeLauncher(CudaLauncher):
+    """Triton's launcher before a function in C that is not there."""
+
+    def __init__(self, driver, src, about):
+        self.launch = wrap_handle_tensordesc(driver.launch, src.signature, about)
+        self.num_ctas, self.launch_cooperative_grid, self.launch_pdl = 1, False, False
+        self.global_scratch_size = self.global_scratch_align = 0
+        self.profile_scratch_size = self.profile_scratch_align = 0
