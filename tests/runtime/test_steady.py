@@ -291,7 +291,7 @@ def test_what_a_signature_holds_tells_calls_apart(driver, monkeypatch):
 
 
 def test_memory_that_is_shared_or_not_aligned_is_another_signature(driver, monkeypatch):
-    _, *rest = rows(64)
+    q, k, v, g, beta = rows(64)
     odd = torch.zeros(64 * 4 + 1)[1:].view(64, 4)
     for tensors in ((q, q, v, g, beta), (q, k, v, g, beta), (q, k, v, g, g), (q, k, v, odd, beta)):
         call = tensors, {"schedule": on([64])}
