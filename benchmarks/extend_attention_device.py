@@ -54,6 +54,10 @@ WIDE = (
     Config(64, 64, 2, 8), Config(64, 32, 2, 4), Config(64, 64, 2, 4), Config(128, 64, 2, 8),
     Config(128, 32, 3, 8), Config(64, 32, 3, 4),
 )  # fmt: skip
+PAGED = (
+    Config(64, 64, 3, 4), Config(64, 64, 3, 4, registers=168), Config(64, 64, 4, 4),
+    Config(64, 64, 2, 4), Config(64, 128, 2, 4), Config(64, 32, 4, 4), Config(128, 64, 3, 8),
+)  # fmt: skip
 SWEEPS = {
     "oss-16k-win": WINDOWS,
     "oss-chunk-win": WINDOWS[:2],
@@ -67,30 +71,34 @@ SWEEPS = {
     "mixed": MIDDLE[:1],
     "d512-win": (Config(64, 32, 2, 8), Config(64, 16, 2, 8)),
     "mla-expanded": (Config(64, 64, 2, 8), Config(64, 64, 2, 4), Config(128, 64, 2, 8)),
+    "paged-1": PAGED,
+    "paged-16": PAGED,
+    "paged-64": PAGED,
+    "paged-1-win": WINDOWS[:3],
+    "paged-16-win": WINDOWS[:3],
+    "oss-fp8-page16": WINDOWS[:4],
+    "oss-fp8-page16-full": PAGED,
+    "fp8-cache": PAGED,
 }
 """Case -> configurations beside the rule's; every other case of the list runs the rule's alone."""
 REPRODUCIBLE = {
     "oss-16k-win": (
-        Config(64, 32, 3, 4, registers=168), Config(64, 32, 3, 4, registers=128),
-        Config(64, 32, 3, 4, registers=96), Config(64, 32, 4, 4, piece=4096, registers=128),
+        Config(64, 32, 3, 4), Config(64, 32, 3, 4, registers=96), Config(64, 32, 2, 4),
     ),
     "oss-16k-full": (
-        Config(64, 64, 3, 4, registers=168), Config(64, 64, 3, 4, piece=2048, registers=168),
-        Config(64, 64, 3, 4, piece=4096, registers=168), Config(64, 128, 2, 4, registers=168),
-        Config(64, 64, 2, 4),
+        Config(64, 64, 3, 4, 1024, 168), Config(64, 64, 3, 4, 2048, 168),
+        Config(64, 64, 3, 4, 8192, 168), Config(64, 64, 2, 4, 4096, 168),
+        Config(128, 64, 2, 8, 4096), Config(128, 128, 2, 8, 4096),
     ),
-    "llama-16k": (
-        Config(64, 64, 2, 4), Config(64, 32, 3, 4), Config(64, 64, 3, 8), Config(128, 64, 2, 8),
-        Config(64, 64, 3, 4, piece=4096),
-    ),
-    "next-16k": (Config(64, 32, 2, 8), Config(64, 32, 2, 4), Config(128, 64, 2, 8)),
+    "llama-16k": (Config(64, 64, 2, 4, 4096), Config(64, 64, 3, 4, 1024)),
+    "next-16k": (Config(64, 32, 2, 4, 4096), Config(64, 64, 2, 4, 4096)),
+    "paged-64": (Config(64, 64, 3, 4, 4096),),
 }  # fmt: skip
 """The same for the reproducible kernel, beside the rule's."""
 OTHERS = (
     "oss-tp4-8k-on-8k", "ragged-short", "ragged-short-full", "oss-residual-mix",
-    "oss-residual-mix-full", "paged-1", "paged-16", "paged-64", "paged-64 dense", "paged-1-win",
-    "paged-16-win", "paged-64-win", "paged-64-win dense", "oss-fp8-page16",
-    "oss-fp8-page16 bf16", "oss-fp8-page16-full", "oss-fp8-page16-full bf16", "fp8-cache",
+    "oss-residual-mix-full", "paged-64 dense", "paged-64-win", "paged-64-win dense",
+    "oss-fp8-page16 bf16", "oss-fp8-page16-full bf16",
 )  # fmt: skip
 """Cases that the rule runs; "dense" and "bf16" name siblings with that kind of cache."""
 
@@ -173,6 +181,7 @@ def arms_of(name):
 
 def label(config):
     found = f"{config.BM}x{config.BN} s{config.stages} w{config.warps}"
+    found += f" b{config.piece}" if config.piece != Config.piece else ""
     return found + (f" r{config.registers}" if config.registers else "")
 
 

@@ -72,10 +72,12 @@ def stored(batch: Batch, layout: str, new_in_cache: bool, dtype=None, **scales):
 @pytest.mark.parametrize(
     "options", [{}, {"window": 50}, {"softcap": 4.0}, {"reproducible": True}], ids=str
 )
+@pytest.mark.parametrize("sizes", [(16, 24), (64, 64)], ids=["padded tiles", "whole tiles"])
 def test_every_layout_gives_the_keys_in_order_and_nothing_else(
-    attend, layout, new_in_cache, options
+    attend, layout, new_in_cache, options, sizes
 ):
-    batch = draw([80, 0, 1, 33], [100, 7, 65, 0], 4, 2, 16, 24, seed=2)
+    """Kernels may copy whole tiles of 64 channels in bulk, and read all others key by key."""
+    batch = draw([80, 0, 1, 33], [100, 7, 65, 0], 4, 2, *sizes, seed=2)
     rules = {name: value for name, value in options.items() if name != "reproducible"}
     arguments = stored(batch, layout, new_in_cache)
     found = attend(**arguments, **options, return_lse=True)

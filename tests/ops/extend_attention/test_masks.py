@@ -8,6 +8,7 @@ from tests.ops.extend_attention.oracle import INF, draw, expect_close, expected,
 
 import headstart
 from headstart import ExtendPlan, KVCache
+from headstart.evidence.verify.tolerances import WIDE
 
 WINDOWS = [1, 15, 16, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 257, 1023, 4096, 10**9]
 PREFIXES = [0, 1, 31, 63, 64, 65, 127, 128, 200, 255, 257]
@@ -54,10 +55,13 @@ def test_steps_longer_than_one_span_of_the_scratch(window, reproducible):
         expect_close((found[0][-37:], found[1][-37:]), expected(last, window=window), rounding=1e-5)
 
 
-def test_a_window_of_one_gives_the_own_value(attend):
-    batch = draw([40], [30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_window_of_one_gives_the_own_value(attend, implementation, dtype):
+    """Bit for bit; but products of float32 in three parts leave two bits of a value out."""
+    batch = draw([40], [30], dtype=dtype)
     o = attend(**batch.arguments(), window=1)
-    assert torch.equal(o, batch.v.expand_as(o))
+    parts = dtype == torch.float32 and implementation not in WIDE
+    torch.testing.assert_close(o, batch.v.expand_as(o), rtol=2.0**-21 if parts else 0, atol=0)
 
 
 def test_keys_out_of_the_window_are_never_touched(attend):

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.extend_attention.oracle import INF, draw, expect_close, expected
+from tests.ops.extend_attention.oracle import INF, ROUNDING, draw, expect_close, expected
 
 import headstart
+from headstart.evidence.verify.tolerances import WIDE
 
 SINKS = torch.tensor([1.5, -200.0])
 RULES = [
@@ -24,11 +25,15 @@ RULES = [
 @pytest.mark.parametrize("part", ["prefix", "extend"])
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_partial_is_float32_with_its_lse(attend, rules, part, reproducible, dtype):
+def test_a_partial_is_float32_with_its_lse(
+    attend, implementation, rules, part, reproducible, dtype
+):
+    """Kernels round the weights that multiply 16-bit values, if not the result."""
     batch = draw([50, 1, 9, 0], [40, 70, 0, 3], dtype=dtype, seed=1)
     found = attend(**batch.arguments(), **rules, part=part, reproducible=reproducible)
     assert found[0].dtype == found[1].dtype == torch.float32
-    expect_close(found, expected(batch, **rules, part=part))
+    rounding = None if implementation in WIDE else ROUNDING[dtype]
+    expect_close(found, expected(batch, **rules, part=part), rounding)
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)

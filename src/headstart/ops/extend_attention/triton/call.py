@@ -257,6 +257,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     quantised = k.dtype == FP8
     described = (
         k.dtype == call.q.dtype
+        and not isinstance(slots, Listed)
         and (not isinstance(slots, Paged) or _pages_hold_tiles(call, page, config))
         and all(
             (page == 1 or of_page == page * of_row) and _describable(store, call, config)

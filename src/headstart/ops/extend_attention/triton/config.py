@@ -28,15 +28,16 @@ class Config:
 
 
 # Kind of device -> width of a row (the wider of D and DV, padded) -> configuration.
-# Small tiles, several programs on a multiprocessor: on an H200 64 x 32 was the fastest under a
-# window of 128, 64 x 128 in two stages at width 64 and 64 x 64 in three at 128 without one. All
-# others follow from registers and shared memory alone; they were compiled, not run.
+# Small tiles, several programs on a multiprocessor, where rows are narrow; tiles of 128 rows where
+# two of 64 would not fit beside each other. Those of "hopper" were the fastest of
+# benchmarks/extend_attention_device.py on an H200; all others follow from registers and shared
+# memory alone: they were compiled, not run.
 FULL = {
     "hopper": {
         64: Config(64, 128, 2, 4, registers=168),
         128: Config(64, 64, 3, 4),
-        256: Config(64, 64, 2, 8),
-        512: Config(32, 32, 2, 8),
+        256: Config(128, 64, 2, 8),
+        512: Config(64, 32, 2, 8),
     },
     "large": {
         64: Config(64, 64, 3, 4, registers=255),
@@ -67,7 +68,7 @@ WINDOWED = {
     "hopper": {
         64: Config(64, 32, 3, 4, registers=80),
         128: Config(64, 32, 3, 4),
-        256: Config(64, 32, 2, 8),
+        256: Config(64, 32, 2, 4),
     },
     "large": {64: Config(64, 32, 3, 4), 128: Config(64, 32, 2, 4)},
     "small": {64: Config(64, 32, 2, 4)},
@@ -77,9 +78,9 @@ WINDOWED = {
 """Under a window, where it differs."""
 REPRODUCIBLE = {
     "hopper": {
-        64: Config(64, 64, 3, 4),
-        128: Config(64, 32, 3, 4),
-        256: Config(64, 32, 2, 8),
+        64: Config(64, 64, 3, 4, piece=4096, registers=168),
+        128: Config(64, 64, 3, 4, piece=4096),
+        256: Config(128, 64, 2, 8, piece=4096),
         512: Config(32, 16, 2, 8),
     },
     "large": {
@@ -91,8 +92,7 @@ REPRODUCIBLE = {
     "cdna": {512: Config(32, 16, 1, 4)},
     "rdna": {},
 }
-"""The reproducible kernel, where it differs (under a window: above width 256): it holds two states
-of a tile."""
+"""The reproducible kernel without a window, where it differs: it holds two states of a tile."""
 
 
 def configuration(
@@ -119,18 +119,17 @@ def configuration(
     found = FULL[kind][width]
     if windowed:
         found = WINDOWED[kind].get(width, found)
-    if reproducible and (not windowed or width > 256):
+    if reproducible and not windowed:
         found = REPRODUCIBLE[kind].get(width, found)
     if dtype == torch.float32:
         # Operands of twice the size, and products of several parts.
         if width == 64:
             return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
-        BM, warps = (min(found.BM, 64), 8) if reproducible else (min(found.BM, 32), found.warps)
-        return replace(found, BM=BM, BN=16, stages=1, warps=warps)
+        # Tiles of fewer than 64 rows are not given to Hopper's products over warp groups, which go
+        # wrong over rows of 16 numbers (as `padded` says).
+        return replace(found, BM=32, BN=16, stages=1, warps=8, registers=0)
     if masked and not reproducible:
         return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
-    if windowed and reproducible:
-        return replace(found, registers=0)
     return found
 
 

@@ -1,8 +1,9 @@
 """Going over tiles of keys: read, score, hide, absorb.
 
 Tile i of a run of keys at positions start, start + 1, ... holds its keys [i BN - origin, ...), so
-that tiles are counted from the first key (origin 0) or from position 0 (origin start). Every row
-sees every key of a clear tile, which takes no mask; the others are the border.
+that tiles are counted from the first key (origin 0) or from position 0 (origin start). A tile may
+reach beyond a run's last key, not before its first. Every row sees every key of a clear tile, which
+takes no mask; the others are the border.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -72,13 +73,12 @@ def hide(
     start, count = run
     o_c = tl.arange(0, b_s.shape[1])[None, :]
     base = start + low
-    lower = -low
     upper = count - 1 - low
     if CAUSAL and not MASKED:
         upper = tl.minimum(o_own - base, upper)[:, None]
+    m_seen = o_c <= upper
     if WINDOWED:
-        lower = tl.maximum(o_own - base - window + 1, lower)[:, None]
-    m_seen = (o_c >= lower) & (o_c <= upper)
+        m_seen = m_seen & (o_c > (o_own - base - window)[:, None])
     if MASKED:
         p_entry = p_mask[:, None] + (low + o_c)
         entries = tl.load(p_entry, mask=m_seen & seen[:, None], other=0)
@@ -169,7 +169,7 @@ def sweep(
     for tile in tl.range(begin, end, num_stages=STAGES):
         low = tile * BN - origin
         o_key = low + tl.arange(0, BN)
-        m_key = (o_key >= 0) & (o_key < count)
+        m_key = o_key < count
         if DESCRIBED:
             if FOUND == "pages":
                 page = tl.load(places + where + (number + low) // PAGE).to(tl.int32)
@@ -202,7 +202,7 @@ def sweep_both(
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Absorb tiles at absolute positions, whichever run each of their keys is of.
 
@@ -218,7 +218,7 @@ def sweep_both(
     window, inner, factor = numbers
     dtype: tl.constexpr = b_q.dtype
     o_c = tl.arange(0, BN)
-    for tile in tl.range(begin, end, num_stages=STAGES):
+    for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
         low = tile * BN
         o_old, o_new = low + o_c - old_run[0], low + o_c - new_run[0]
         m_old = (o_old >= 0) & (o_old < old_run[1])

@@ -1,11 +1,12 @@
 """The reproducible kernel: a row's bits depend on its own sequence and positions alone.
 
-Tiles of BN keys are anchored at position 0. Keys are reduced in blocks of PIECE consecutive
-positions, each starting from nothing, its tiles from left to right; blocks are joined in order.
-A block or tile in which a row sees no key leaves the row's bits as they are, so a prefix hit, a
-step, another batch or more heads beside it change nothing. A block of tiles that lie whole among
-the prefix or the new keys may be read through descriptors; all others are read key by key, from
-both. A piece of a tile is one block, so that decoding joins the same states in the same order.
+Tiles of BN keys are anchored at position 0 and taken from left to right. Without a window keys are
+reduced in blocks of BLOCK consecutive positions, each starting from nothing; blocks are joined in
+order. A block or tile in which a row sees no key leaves the row's bits as they are, so a prefix
+hit, a step, another batch or more heads beside it change nothing. Tiles that lie whole in one run
+of keys are read from it alone, through descriptors where those serve; the few others are read key
+by key, from both. A piece of a tile is one block, so that decoding joins the same states in the
+same order.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -35,13 +36,15 @@ def span_of(
 ):  # fmt: skip
     """Of one run: visible positions, tiles that lie in it whole, and clear tiles.
 
-    Without visible keys the first three are empty, somewhere.
+    Without visible keys the first three are empty, somewhere; a run without keys has no tiles.
     """
     start, count = run
     first, last = queries
     lower, upper = visible(first, last, start, count, window, CAUSAL, WINDOWED)
     sure, unsure = clear(first, last, start, count, window, CAUSAL, WINDOWED)
-    whole = (tl.cdiv(start, BN), (start + count) // BN)
+    whole = (
+        tl.where(count > 0, tl.cdiv(start, BN), 0), tl.where(count > 0, (start + count) // BN, 0)
+    )  # fmt: skip
     unmasked = (tl.cdiv(start + sure, BN), (start + unsure) // BN)
     if MASKED:
         unmasked = (start, start)
@@ -49,38 +52,58 @@ def span_of(
 
 
 @triton.jit
-def sweep_old_or_both(
-    acc, m, l, b_q, rows, old_run, new_run, span, in_old, old, new, places, tiles,  # noqa: E741
-    new_column, numbers,
+def reduce(
+    acc, m, l, b_q, limits, old_side, new_side, new_column, numbers,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Absorb tiles from the prefix alone where that is described and has them whole, or of both."""
-    if DESCRIBED:
-        if in_old:
-            unmasked = span[2]
-            acc, m, l = sweep(  # noqa: E741
-                acc, m, l, b_q, rows, (old_run[0], old_run[1], old_run[0]),
-                (span[0], span[1], unmasked[0], unmasked[1]),
-                (old[0], old[1], old[2], old[3], old[4], 0), (places, places, old[4]), tiles,
-                numbers, FOUND, PAGE, True, CAUSAL and MASK != "all", WINDOWED, MASK == "all",
-                False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-            )  # fmt: skip
-        else:
-            acc, m, l = sweep_both(  # noqa: E741
-                acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column,
-                numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-            )  # fmt: skip
-    else:
+    """Absorb tiles [begin, end) = `limits`, from left to right.
+
+    A side is (rows, run, whole tiles, clear tiles, store, places, tiles); rows as for `sweep`.
+    Whole tiles of the prefix, then whole tiles of the new keys; before, between and behind them the
+    tiles that have keys of both or a border.
+    """
+    begin, end = limits
+    old_rows, old_run, old_whole, old_clear, old, places, old_tiles = old_side
+    new_rows, new_run, new_whole, new_clear, new, row, new_tiles = new_side
+    for side in tl.range(3, disable_licm=True):
+        stop = end
+        if side == 0:
+            stop = tl.minimum(tl.maximum(old_whole[0], begin), end)
+        elif side == 1:
+            stop = tl.minimum(tl.maximum(new_whole[0], begin), end)
         acc, m, l = sweep_both(  # noqa: E741
-            acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column,
-            numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            acc, m, l, b_q, old_rows, old_run, new_run, (begin, stop, old_clear, new_clear),
+            old, new, places, new_column, numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
+            D, DV, BD, BDV, BN, FORM, PRECISION,
         )  # fmt: skip
+        begin = stop
+        if FOUND != "":  # noqa: SIM102
+            if side == 0:
+                stop = tl.maximum(tl.minimum(old_whole[1], end), begin)
+                acc, m, l = sweep(  # noqa: E741
+                    acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
+                    (begin, stop, old_clear[0], old_clear[1]),
+                    (old[0], old[1], old[2], old[3], old[4], 0), (places, places, old[4]),
+                    old_tiles, numbers, FOUND, PAGE, CACHE_DESCRIBED,
+                    CAUSAL and MASK != "all", WINDOWED, MASK == "all", False,
+                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                )  # fmt: skip
+                begin = stop
+        if NEW == "packed":  # noqa: SIM102
+            if side == 1:
+                stop = tl.maximum(tl.minimum(new_whole[1], end), begin)
+                acc, m, l = sweep(  # noqa: E741
+                    acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
+                    (begin, stop, new_clear[0], new_clear[1]),
+                    (new[0], new[1], new[2], new[3], row, 0), (row, row, row), new_tiles,
+                    numbers, "run", 1, DESCRIBED, CAUSAL and MASK == "", WINDOWED, MASK != "",
+                    False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                )  # fmt: skip
+                begin = stop
     return acc, m, l
 
 
@@ -154,6 +177,7 @@ def unified_kernel(
             k + wide_head * k_head, v + wide_head * v_head, (k_token, 0, 1), (v_token, 0, 1), row,
         )  # fmt: skip
 
+    new_tiles = (k_tiles, v_tiles, key_head * k_head, key_head * v_head)
     old_causal: tl.constexpr = CAUSAL and MASK != "all"
     new_causal: tl.constexpr = CAUSAL and MASK == ""
     old_lower, old_upper, old_whole, old_clear = span_of(
@@ -170,44 +194,34 @@ def unified_kernel(
     acc = tl.zeros((BM, BDV), tl.float32)
     m = tl.full((BM,), NOTHING, tl.float32)
     l = tl.zeros((BM,), tl.float32)  # noqa: E741
-    first_block, end_block = lower // BLOCK, tl.cdiv(upper, BLOCK)
-    if piece >= 0:
-        first_block, end_block = tl.maximum(first_block, piece), tl.minimum(end_block, piece + 1)
-    for block in range(first_block, end_block):
-        begin = tl.maximum(lower, block * BLOCK) // BN
-        end = tl.cdiv(tl.minimum(upper, (block + 1) * BLOCK), BN)
-        b_acc = tl.zeros((BM, BDV), tl.float32)
-        b_m = tl.full((BM,), NOTHING, tl.float32)
-        b_l = tl.zeros((BM,), tl.float32)
-        in_old = (old_whole[0] <= begin) & (end <= old_whole[1])
-        in_new = (new_whole[0] <= begin) & (end <= new_whole[1])
-        if DESCRIBED:
-            if in_new:
-                b_acc, b_m, b_l = sweep(
-                    b_acc, b_m, b_l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
-                    (begin, end, new_clear[0], new_clear[1]),
-                    (new[0], new[1], new[2], new[3], row, 0), (row, row, row),
-                    (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
-                    numbers, "run", 1, True, new_causal, WINDOWED, MASK != "", False,
-                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-                )  # fmt: skip
-            else:
-                b_acc, b_m, b_l = sweep_old_or_both(
-                    b_acc, b_m, b_l, b_q, rows, old_run, new_run,
-                    (begin, end, old_clear, new_clear), in_old, old, new, places, old_tiles,
-                    new_column, numbers, FOUND, PAGE, NEW, UNIT, CACHE_DESCRIBED,
-                    CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-                )  # fmt: skip
-        else:
-            b_acc, b_m, b_l = sweep_old_or_both(
-                b_acc, b_m, b_l, b_q, rows, old_run, new_run,
-                (begin, end, old_clear, new_clear), in_old, old, new, places, old_tiles,
-                new_column, numbers, FOUND, PAGE, NEW, UNIT, CACHE_DESCRIBED,
-                CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-            )  # fmt: skip
+    old_side = (rows, old_run, old_whole, old_clear, old, places, old_tiles)
+    new_side = (new_rows, new_run, new_whole, new_clear, new, row, new_tiles)
+    if WINDOWED:
+        # The keys that a row sees fit in one block, wherever it begins.
+        acc, m, l = reduce(  # noqa: E741
+            acc, m, l, b_q, (lower // BN, tl.cdiv(upper, BN)), old_side, new_side, new_column,
+            numbers, FOUND, PAGE, NEW, UNIT, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
         if SCALES:
-            b_acc = b_acc * b_v_scale
-        acc, m, l = join(acc, m, l, b_acc, b_m, b_l)  # noqa: E741
+            acc = acc * b_v_scale
+    else:
+        first_block, end_block = lower // BLOCK, tl.cdiv(upper, BLOCK)
+        if piece >= 0:
+            first_block = tl.maximum(first_block, piece)
+            end_block = tl.minimum(end_block, piece + 1)
+        for block in tl.range(first_block, end_block, disable_licm=True):
+            begin = tl.maximum(lower, block * BLOCK) // BN
+            end = tl.cdiv(tl.minimum(upper, (block + 1) * BLOCK), BN)
+            b_acc, b_m, b_l = reduce(
+                tl.zeros((BM, BDV), tl.float32), tl.full((BM,), NOTHING, tl.float32),
+                tl.zeros((BM,), tl.float32), b_q, (begin, end), old_side, new_side, new_column,
+                numbers, FOUND, PAGE, NEW, UNIT, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            )  # fmt: skip
+            if SCALES:
+                b_acc = b_acc * b_v_scale
+            acc, m, l = join(acc, m, l, b_acc, b_m, b_l)  # noqa: E741
     keep(
         acc, m, l, o, lse, sinks, part_acc, part_m, part_l, (o_row, o_t, o_h, m_row),
         piece, scratch, n, (o_token, o_head, o_channel, lse_token, lse_head),
