@@ -20,6 +20,7 @@ from headstart.evidence.arms import OURS, Arm, MissingPeer, Unfit, build, ours
 from headstart.evidence.cases import Case
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.gated_delta_rule import CHUNK, POOL_SLOTS, DeltaCase
+from headstart.evidence.cases.record import Draws
 from headstart.evidence.paired import Ratio, compare, orders
 from headstart.evidence.runs import Record
 from headstart.evidence.timing import host_and_wall, synchronize, warm
@@ -134,7 +135,7 @@ def stages_of_case(
         raise ValueError(f"against: expected one of the arms {list(names)}, got {against!r}")
     results: list[StagesResult] = []
     running: list[tuple[int, Arm]] = []
-    with torch.inference_mode():
+    with torch.inference_mode(), Draws.once():
         for name in names:
             for words, make in variants(case, name):
                 progress(f"building {name}, {words}")
