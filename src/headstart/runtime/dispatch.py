@@ -166,6 +166,7 @@ Signature = tuple[Hashable, list[torch.Tensor]]
 """Host facts of a call and its tensors in a fixed order, those of the call's device first."""
 SIGNATURES = 4096
 """Signatures that an operation remembers."""
+NAMED = (str, type(None))
 
 
 def steadily(
@@ -179,7 +180,7 @@ def steadily(
 
     signature: None for a call that always goes the long way.
     """
-    if signature is None or not isinstance(name, str | None):
+    if signature is None or type(name) not in NAMED:
         return run(operation, bind(), name)
     facts, tensors = signature
     addresses = [x.data_ptr() for x in tensors]

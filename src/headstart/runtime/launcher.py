@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,12 +111,10 @@ def precision(dtype: torch.dtype, backend: str) -> str:
 
 
 PREPARED = {"cuda"}
-"""Types of devices on which a call may be computed as an earlier one was (`runtime/steady.py`)."""
+"""Types of devices on which a call may be computed as an earlier one was: see `runtime/steady.py`.
 
-
-def prepares(device: torch.device) -> bool:
-    """Whether calls on a device are worth a signature: their time on the host counts."""
-    return device.type in PREPARED
+Elsewhere a call's time on the host does not count.
+"""
 
 
 def current(device: torch.device) -> AbstractContextManager:
@@ -135,37 +133,33 @@ def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], **options: 
         record.launches.append(Launched(kernel, compiled, grid, tuple(arguments.values())))
 
 
+class Listed(NamedTuple):
+    """What is to be known of slots: the least, the most, and those that are not -1."""
+
+    least: int
+    most: int
+    used: frozenset[int]
+    distinct: bool
+
+
 class HostInts(tuple[int, ...]):
     """Integers or flags that the host gave once: they never change, nor does a copy of them.
 
     >>> slots = HostInts([3, -1])
-    >>> slots.within(8), slots.within(3), HostInts([1, 1]).distinct
-    (True, False, False)
+    >>> slots.listed
+    Listed(least=-1, most=3, used=frozenset({3}), distinct=True)
+    >>> slots.on_device(torch.device("cpu")).tolist()
+    [3, -1]
     """
 
     @functools.cached_property
-    def plain(self) -> bool:
-        """Whether all are Python's own ints: no bools, no floats."""
-        return set(map(type, self)) <= {int}
-
-    @functools.cached_property
-    def used(self) -> frozenset[int]:
-        """The slots among them: what is not -1."""
-        return frozenset(self) - {-1}
-
-    @functools.cached_property
-    def distinct(self) -> bool:
-        """Whether no slot is listed twice."""
-        return len(self.used) == len(self) - self.count(-1)
-
-    @functools.cached_property
-    def _bounds(self) -> tuple[int, int]:
-        return min(self, default=0), max(self, default=-1)
-
-    def within(self, limit: int) -> bool:
-        """Whether all are slots of `limit`, or -1."""
-        least, most = self._bounds
-        return least >= -1 and most < limit
+    def listed(self) -> Listed | None:
+        """What is to be known of them as slots; None where some are no ints."""
+        if not set(map(type, self)) <= {int}:
+            return None
+        used = frozenset(self) - {-1}
+        distinct = len(used) == len(self) - self.count(-1)
+        return Listed(min(self, default=0), max(self, default=-1), used, distinct)
 
     @functools.cached_property
     def _copies(self) -> dict[tuple[torch.device, int], torch.Tensor]:
@@ -189,8 +183,18 @@ def frozen_ints(values: Any) -> Any:
 
 
 def stream_of(device: torch.device) -> int:
-    """The stream that calls on a device are ordered by now; 0 on a CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    """The stream that kernels on a device are ordered by now; 0 on a CPU."""
+    return _current_stream()(device.index) if device.type == "cuda" else 0
+
+
+@functools.cache
+def _current_stream() -> Callable[[int], int]:
+    """Device index -> handle of its current stream: Triton's way is a tenth of PyTorch's."""
+    if not installed():
+        return lambda index: torch.cuda.current_stream(index).cuda_stream
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream  # type: ignore[attr-defined]
 
 
 def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _encoder(handle: _Handle, kind: str, about: Any, descriptor: Any) -> Callabl
 
 
 class _Places:
-    """Where in one list the launches of a call find their arguments.
+    """Where in one list the launches of a call find what changes, and their last arguments.
 
     The list: the stream; addresses of the call's tensors; descriptors of them; then what stays
     between calls: addresses of scratch, descriptors of it, numbers.
@@ -119,14 +119,13 @@ class _Places:
         self.scratch_described: list[tuple[int, Callable[[int], Any]]] = []
         self.numbers: list[Any] = []
 
-    def of_launch(self, launched: Launched, handle: _Handle) -> list[tuple[str, int]]:
+    def of_launch(self, launched: Launched, handle: _Handle) -> list[tuple[str, Any]]:
         """The places of a launch's arguments, as sections of the list and indices in them.
 
-        Raises LookupError where an address is none of a tensor of the call or of scratch.
+        Of numbers the place is the number itself. Raises LookupError where an address is none of a
+        tensor of the call or of scratch.
         """
-        places = [
-            ("stream", 0) if value is STREAM else self._number(value) for value in handle.base
-        ]
+        places = [("stream", 0) if x is STREAM else ("number", x) for x in handle.base]
         about = iter(getattr(launched.compiled.metadata, "tensordesc_meta", None) or ())
         kinds = launched.compiled.src.signature.values()
         for kind, argument in zip(kinds, launched.arguments, strict=True):
@@ -137,23 +136,8 @@ class _Places:
             elif kind != "constexpr" and hasattr(argument, "data_ptr"):
                 places.append(self._address(argument.data_ptr()))
             else:
-                places.append(self._number(argument))
+                places.append(("number", argument))
         return places
-
-    def index(self, place: tuple[str, int]) -> int:
-        """The index in the whole list, once all launches have their places."""
-        sizes = {
-            "stream": 1, "call": len(self._addresses), "described": len(self.described),
-            "scratch": len(self._scratch), "scratch described": len(self.scratch_described),
-            "numbers": len(self.numbers),
-        }  # fmt: skip
-        section, i = place
-        before = list(sizes)[: list(sizes).index(section)]
-        return sum(sizes[name] for name in before) + i
-
-    def _number(self, value: Any) -> tuple[str, int]:
-        self.numbers.append(value)
-        return "numbers", len(self.numbers) - 1
 
     def _address(self, address: int) -> tuple[str, int]:
         if address in self._addresses:
@@ -164,16 +148,41 @@ class _Places:
 
     def _descriptor(
         self, handle: _Handle, kind: str, about: Any, descriptor: Any
-    ) -> list[tuple[str, int]]:
+    ) -> list[tuple[str, Any]]:
         first, *layout = handle.expand(kind, about, descriptor)
         section, i = self._address(descriptor.base.data_ptr())
-        numbers = [self._number(value) for value in layout]
+        numbers = [("number", value) for value in layout]
         if hasattr(first, "data_ptr"):  # where there is no copy engine, the address itself
             return [(section, i), *numbers]
         kept = self.described if section == "call" else self.scratch_described
         kept.append((i, _encoder(handle, kind, about, descriptor)))
         section = "described" if section == "call" else "scratch described"
         return [(section, len(kept) - 1), *numbers]
+
+    def split(self, places: list[tuple[str, Any]]) -> tuple[list[tuple[str, int]], tuple]:
+        """Places with every number in the list, and the numbers at the end, which need none."""
+        count = len(places)
+        while places[count - 1][0] == "number":
+            count -= 1
+        listed = []
+        for section, value in places[:count]:
+            if section == "number":
+                self.numbers.append(value)
+                listed.append((section, len(self.numbers) - 1))
+            else:
+                listed.append((section, value))
+        return listed, tuple(value for _, value in places[count:])
+
+    def index(self, place: tuple[str, int]) -> int:
+        """The index in the whole list, once all launches are split."""
+        sizes = {
+            "stream": 1, "call": len(self._addresses), "described": len(self.described),
+            "scratch": len(self._scratch), "scratch described": len(self.scratch_described),
+            "number": len(self.numbers),
+        }  # fmt: skip
+        section, i = place
+        before = list(sizes)[: list(sizes).index(section)]
+        return sum(sizes[name] for name in before) + i
 
 
 class Program:
@@ -198,15 +207,15 @@ class Program:
 
         handles = [_Handle.of(launched) for launched in record.launches]
         places = _Places(addresses, [address for _, _, address in record.scratch.values()])
-        found = [
-            places.of_launch(launched, handle)
+        split = [
+            places.split(places.of_launch(launched, handle))
             for launched, handle in zip(record.launches, handles, strict=True)
         ]
         self.driver: Any = driver.active
         self.scratch = {name: (shape, kind) for name, (shape, kind, _) in record.scratch.items()}
         self._launches = tuple(
-            (handle.launch, itemgetter(*map(places.index, picked)))
-            for handle, picked in zip(handles, found, strict=True)
+            (handle.launch, itemgetter(*map(places.index, listed)), last)
+            for handle, (listed, last) in zip(handles, split, strict=True)
         )
         self._described = tuple((i, encode, {}) for i, encode in places.described)
         self._scratch_described = tuple(places.scratch_described)
@@ -233,8 +242,8 @@ class Program:
                 found = maps[address] = encode(address)
             values.append(found)
         values += self._numbers if workspace is None else self._fixed(workspace)
-        for launch, pick in self._launches:
-            launch(*pick(values))
+        for launch, pick, last in self._launches:
+            launch(*pick(values), *last)
 
     def _fixed(self, workspace: Workspace) -> tuple[Any, ...]:
         """What stays as long as the scratch lies where it lies, which its workspace knows."""
@@ -263,7 +272,9 @@ class Prepared:
     implementation: whose launches these are.
     """
 
-    __slots__ = ("_build", "_device", "_fields", "_given", "_spans", "implementation", "program")
+    __slots__ = (
+        "_build", "_device", "_fields", "_given", "_several", "_spans", "implementation", "program",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -283,6 +294,7 @@ class Prepared:
         results = (result,) if single else tuple(result)
         self._build = _alone if single else getattr(type(result), "_make", tuple)
         self.implementation, self._device = implementation, tensors[0].device
+        self._several = self._device.type == "cuda" and torch.cuda.device_count() > 1
         addresses = [x.data_ptr() for x in tensors]
         fields: list[Output | int | None] = []
         for x, rows in zip(results, written, strict=True):
@@ -317,7 +329,7 @@ class Prepared:
         """The result of a call; workspace None: that of this thread and stream."""
         program, device = self.program, self._device
         driver = program.driver
-        if device.index is not None and driver.get_current_device() != device.index:
+        if self._several and driver.get_current_device() != device.index:
             with torch.cuda.device(device):
                 return self.run(tensors, addresses, workspace)
         stream = driver.get_current_stream(device.index)
@@ -356,8 +368,7 @@ def _bytes(x: torch.Tensor) -> int:
 
 def layout(x: torch.Tensor) -> tuple[Any, ...]:
     """What a signature holds of a tensor, beside its address."""
-    steps = x.stride() if x.layout is torch.strided else None
-    return x.shape, steps, x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def memory(addresses: list[int]) -> tuple[Any, Any]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,15 +26,14 @@ ITEM_COLUMNS = 3
 """sequence (-1: none), position of the chunk's first row, snapshot after the chunk (-1: none)."""
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkTable:
+class ChunkTable(NamedTuple):
     """The tables of one step, row after row: of its sequences, and of its chunks in their order."""
 
     sequences: torch.Tensor
     items: torch.Tensor
 
     @property
-    def count(self) -> int:
+    def chunks(self) -> int:
         """Rows of `items`, the grid of a launch over all chunks."""
         return self.items.numel() // ITEM_COLUMNS
 
@@ -50,7 +48,8 @@ def chunk_table(schedule: Schedule, cached: bool, drafting: bool) -> ChunkTable:
     >>> table.sequences.tolist(), table.items.view(-1, 3).tolist()
     ([0, 0, 70, 0, 0, 2, 70, -1], [[0, 0, -1], [0, 64, -1]])
     """
-    return ChunkTable(*(schedule.on_device(build) for build in _builders(cached, drafting)))
+    sequences, items = _builders(cached, drafting)
+    return ChunkTable(schedule.on_device(sequences), schedule.on_device(items))
 
 
 @functools.cache

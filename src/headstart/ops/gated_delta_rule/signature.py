@@ -1,28 +1,32 @@
 """Signatures of calls on sequences: host facts, and tensors in a fixed order.
 
 None stands for a call that goes the long way each time: whatever is wrong or out of the ordinary is
-told, converted or declined there (see `runtime/steady.py`).
+told, converted or declined there (see `runtime/steady.py`). This runs in every call, so it spells
+out what a loop or a helper would say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.chunk_table import chunk_table
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
+from headstart.runtime import launcher
 from headstart.runtime.checks import INTEGERS, checking
 from headstart.runtime.dispatch import Signature
-from headstart.runtime.launcher import HostInts, prepares
+from headstart.runtime.launcher import HostInts
 from headstart.runtime.steady import layout
 from headstart.runtime.workspace import Workspace
 
-Tensors = list[torch.Tensor]
-TENSORS = (torch.Tensor, torch.nn.Parameter)
+Tensors = list[Tensor]
+TENSORS = (Tensor, torch.nn.Parameter)
 NUMBERS = (float, int, type(None))
 REFUSED = object()
 """Facts of an argument that goes the long way."""
@@ -34,8 +38,8 @@ def signature(
 ) -> Signature | None:  # fmt: skip
     """The signature of a call of the gated delta rule."""
     if (
-        type(q) is not torch.Tensor
-        or not prepares(q.device)
+        type(q) is not Tensor
+        or q.device.type not in launcher.PREPARED
         or type(schedule) is not Schedule
         or type(gate) is not Gate
         or type(scale) not in NUMBERS
@@ -47,103 +51,108 @@ def signature(
     ):
         return None
     device = q.device
-    tensors = [q, k, v]
-    given = [x for x in (g, beta, gate.a_log, gate.dt_bias, out) if x is not None]
-    tensors += given
-    facts: list[Any] = [
-        g is None, beta is None, gate.kind, gate.beta, gate.lower_bound, gate.a_log is None,
-        gate.dt_bias is None, out is None, return_state, scale, qk_l2norm, reproducible,
-        workspace and workspace.device, schedule.device, schedule.facts,
-    ]  # fmt: skip
-    entries, room = schedule.slot_count(schedule.N, 0), schedule.slot_count(schedule.M, 2)
-    of_state = state_facts(state, entries, device, tensors)
-    of_snapshots = snapshot_facts(snapshots, state, room, device, tensors)
-    if of_state is REFUSED or of_snapshots is REFUSED or not plain(tensors):
+    a_log, dt_bias = gate.a_log, gate.dt_bias
+    tensors = [x for x in (q, k, v, g, beta, a_log, dt_bias, out) if x is not None]
+    given = len(tensors)
+    step = schedule.facts
+    count, _, kept, _, _, capacity = step
+    if capacity is not None:
+        count, _, kept = capacity
+    of_state = of_snapshots = None
+    if state is not None:
+        of_state = state_facts(state, count, device, tensors)
+    if snapshots is not None:
+        of_snapshots = snapshot_facts(snapshots, state, kept, device, tensors)
+    if of_state is REFUSED or of_snapshots is REFUSED or not plain(tensors[:given]):
         return None
-    facts += (of_state, of_snapshots, *[layout(x) for x in tensors[: 3 + len(given)]])
     cached = type(state) is CacheSlots
     table = chunk_table(schedule, cached, cached and state.cache.draft_tokens > 0)
+    facts = (
+        g is None, beta is None, a_log is None, dt_bias is None, out is None,
+        gate.kind, gate.beta, gate.lower_bound, return_state, scale, qk_l2norm, reproducible,
+        None if workspace is None else workspace.device, schedule.device, step, table.chunks,
+        of_state, of_snapshots,
+        *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors[:given]],
+    )  # fmt: skip
     tensors += (table.sequences, table.items)
-    facts.append(table.count)
-    return tuple(facts), tensors
+    return facts, tensors
 
 
-def plain(tensors: Tensors) -> bool:
-    """Whether these are tensors that need no gradient now."""
+def plain(tensors: Sequence[Any]) -> bool:
+    """Whether these are tensors in rows and columns, none of which needs a gradient now."""
     graded = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) not in TENSORS or x.layout is not torch.strided:
-            return False
-        if graded and x.requires_grad:
+        if type(x) not in TENSORS or x.layout is not torch.strided or (graded and x.requires_grad):
             return False
     return True
 
 
 def state_facts(state: Any, entries: int, device: torch.device, tensors: Tensors) -> Any:
     """Facts of a state argument, whose tensors are appended; REFUSED: the long way."""
-    kind = type(state)
-    if state is None:
-        return None
-    if kind is torch.Tensor:
-        tensors.append(state)
-        return layout(state)
-    if kind is CacheSlots:
-        slots = slot_facts(state.slots, entries, state.cache.slots, device, tensors)
-        if slots is REFUSED or not _distinct(state.slots):
+    if type(state) is CacheSlots:
+        cache = state.cache
+        slots = slot_facts(state.slots, entries, cache.slots, device, tensors, written=True)
+        if slots is REFUSED:
             return REFUSED
-        tensors += state.cache.tensors.values()
-        return state.cache.kind, state.cache.device, slots
-    if kind is not Pool or type(state.tensor) is not torch.Tensor:
+        tensors += cache.tensors.values()
+        return cache.kind, cache.device, slots
+    if type(state) is Tensor:
+        tensors.append(state)
+        return layout(state) if plain((state,)) else REFUSED
+    if type(state) is not Pool or not plain((state.tensor,)):
         return REFUSED
     read, write, limit = state.read_slots, state.write_slots, state.tensor.shape[0]
-    facts = [
-        "pool", state.layout, layout(state.tensor),
-        slot_facts(read, entries, limit, device, tensors),
-        slot_facts(write, entries, limit, device, tensors),
-        _present_facts(state.present, entries, device, tensors),
-    ]  # fmt: skip
-    tensors.append(state.tensor)
-    if REFUSED in facts or not _distinct(read if write is None else write):
+    reads = slot_facts(read, entries, limit, device, tensors, written=write is None)
+    writes = slot_facts(write, entries, limit, device, tensors, written=True)
+    present = _present_facts(state.present, entries, device, tensors)
+    if reads is REFUSED or writes is REFUSED or present is REFUSED:
         return REFUSED
-    both = isinstance(read, HostInts) and isinstance(write, HostInts)
-    if both and read != write and not read.used.isdisjoint(write.used):  # type: ignore[union-attr]
+    if not _apart(read, write) and read != write:
         return REFUSED  # the long way sees whether one sequence reads what another writes
-    return tuple(facts)
+    tensors.append(state.tensor)
+    return "pool", state.layout, layout(state.tensor), reads, writes, present
 
 
 def snapshot_facts(
     place: Any, state: Any, entries: int, device: torch.device, tensors: Tensors
 ) -> Any:
     """Facts of a snapshots argument, beside that of the state; REFUSED: the long way."""
-    if place is None or type(place) is torch.dtype:
+    if type(place) is torch.dtype:
         return place
     if type(place) is CacheSlots:
-        slots, limit = place.slots, place.cache.slots
-        same = type(state) is CacheSlots and state.cache is place.cache
-        facts = ("cache", place.cache.kind, place.cache.device, same)
-        held = place.cache.tensors.values()
-    elif type(place) is Pool and type(place.tensor) is torch.Tensor:
+        cache, slots, limit = place.cache, place.slots, place.cache.slots
+        same = type(state) is CacheSlots and state.cache is cache
+        lists = (state.slots,) if same else ()
+        facts, held = (cache.kind, cache.device, same), cache.tensors.values()
+    elif type(place) is Pool and plain((place.tensor,)):
         slots, limit = place.write_slots, place.tensor.shape[0]
         same = type(state) is Pool and state.tensor is place.tensor
-        facts = ("pool", place.layout, layout(place.tensor), same)
-        held = (place.tensor,)
+        lists = (state.read_slots, state.write_slots) if same else ()
+        facts, held = (place.layout, layout(place.tensor), same), (place.tensor,)
     else:
         return REFUSED
-    found = slot_facts(slots, entries, limit, device, tensors)
-    if slots is None or found is REFUSED or not _distinct(slots):
-        return REFUSED
-    if same and isinstance(slots, HostInts) and not _apart(slots, state):
+    found = slot_facts(slots, entries, limit, device, tensors, written=True)
+    if slots is None or found is REFUSED or not all(_apart(slots, other) for other in lists):
         return REFUSED
     tensors += held
     return *facts, found
 
 
-def slot_facts(slots: Any, entries: int, limit: int, device: torch.device, tensors: Tensors) -> Any:
+def slot_facts(
+    slots: Any, entries: int, limit: int, device: torch.device, tensors: Tensors, *, written: bool
+) -> Any:
     """Facts of slots, whose copy on the device is appended; REFUSED: the long way."""
     if slots is None:
         return None
     if type(slots) is HostInts:
-        if len(slots) != entries or not slots.plain or not slots.within(limit):
+        listed = slots.listed
+        if (
+            listed is None
+            or len(slots) != entries
+            or listed.least < -1
+            or listed.most >= limit
+            or (written and not listed.distinct)
+        ):
             return REFUSED
         tensors.append(slots.on_device(device))
         return "host"
@@ -154,7 +163,7 @@ def _present_facts(present: Any, entries: int, device: torch.device, tensors: Te
     if present is None:
         return None
     if type(present) is HostInts:
-        if len(present) != entries or not all(type(flag) is bool for flag in present):
+        if len(present) != entries or not set(map(type, present)) <= {bool}:
             return REFUSED
         tensors.append(present.on_device(device))
         return "host"
@@ -170,7 +179,7 @@ def _on_device(
 ) -> Any:
     """Facts of a list that the caller keeps on the device, where nobody looks at its values."""
     if (
-        type(values) is not torch.Tensor
+        type(values) is not Tensor
         or values.device.type == "cpu"
         or values.device != device
         or values.shape != (entries,)
@@ -182,13 +191,9 @@ def _on_device(
     return values.dtype
 
 
-def _distinct(slots: Any) -> bool:
-    return type(slots) is not HostInts or slots.distinct
-
-
-def _apart(slots: HostInts, state: CacheSlots | Pool) -> bool:
-    """Whether no slot is one of the state's, in the same memory."""
-    lists = (
-        (state.slots,) if isinstance(state, CacheSlots) else (state.read_slots, state.write_slots)
-    )
-    return all(type(own) is not HostInts or slots.used.isdisjoint(own.used) for own in lists)
+def _apart(slots: Any, others: Any) -> bool:
+    """Whether no slot is in both lists, as far as the host knows them."""
+    if type(slots) is not HostInts or type(others) is not HostInts:
+        return True
+    one, other = slots.listed, others.listed
+    return one is not None and other is not None and one.used.isdisjoint(other.used)

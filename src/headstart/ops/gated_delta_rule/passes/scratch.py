@@ -113,7 +113,7 @@ class Plan:
         tiles = tiles or not aligned
         sequences = call.schedule.slot_count(call.schedule.N, 0)
         facts = Facts(
-            SCRATCH, *call.sizes, call.q.dtype, call.per_channel, cached, sequences, table.count,
+            SCRATCH, *call.sizes, call.q.dtype, call.per_channel, cached, sequences, table.chunks,
             tiles, edges,
         )  # fmt: skip
         return Plan(facts, table, *planned(facts))
@@ -121,7 +121,7 @@ class Plan:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """First item and end of every span; one empty span where there are no items."""
-        count = self.table.count
+        count = self.table.chunks
         return [
             (first, min(count, first + self.span)) for first in range(0, max(1, count), self.span)
         ]
