@@ -136,6 +136,26 @@ def test_float8_caches_with_scales(attend, layout, per_head):
         expect_close(found, expected(all_cached))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("power", [-100, -10, 0, 10, 100])
+def test_queries_of_any_size_beside_a_float8_cache(attend, dtype, power):
+    """Kernels may multiply in float16, which holds neither 2**100 nor 2**-100."""
+    if dtype == torch.float16 and abs(power) > 10:
+        power //= 10
+    batch = draw([20, 3], [70, 30], 4, 2, 64, dtype=dtype, seed=9)
+    keys = [getattr(batch, name) for name in ("k", "v", "prefix_k", "prefix_v")]
+    keys = [(4 * x.float()).to(FP8).to(dtype) for x in keys]
+    batch = Batch(batch.lengths, batch.prefix, batch.q * 2.0**power, *keys, [70, 30], [
+        torch.arange(70), torch.arange(30)
+    ])  # fmt: skip
+    scale = 64**-0.5 / 4 * 2.0**-power
+    arguments = stored(batch, "pages of 16", True, FP8, k_scale=1.0, v_scale=1.0)
+    for options in ({}, {"reproducible": True}, {"window": 40}):
+        found = attend(**arguments, scale=scale, return_lse=True, **options)
+        rules = {name: value for name, value in options.items() if name != "reproducible"}
+        expect_close(found, expected(batch, scale=scale, **rules))
+
+
 def test_a_half_precision_cache_beside_float32_queries(attend):
     batch = draw([20], [30], seed=5)
     held = batch.prefix_k.bfloat16(), batch.prefix_v.bfloat16()

@@ -56,8 +56,8 @@ MUTANTS = (
         fault="A window of W shows W + 1 keys.",
         pitfall=32,
         file=SWEEP,
-        old="        lower = tl.maximum(o_own - base - window + 1, lower)[:, None]",
-        new="        lower = tl.maximum(o_own - base - window, lower)[:, None]",
+        old="        m_seen = m_seen & (o_c > (o_own - base - window)[:, None])",
+        new="        m_seen = m_seen & (o_c >= (o_own - base - window)[:, None])",
         checks=("attention after a gap",),
     ),
     _mutant(

@@ -27,6 +27,7 @@ from headstart.ops.extend_attention.tile_table import (
 from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
+    converts_e4m3,
     packing,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
@@ -255,6 +256,8 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
         if all(of_page == page * of_row for of_page, of_row in strides):
             page, strides = 1, [(of_row, 0) for _, of_row in strides]
     quantised = k.dtype == FP8
+    on_cpu = call.device.type == "cpu"
+    in_bytes = quantised and (on_cpu or not converts_e4m3(target_of(call.device).name))
     described = (
         k.dtype == call.q.dtype
         and not isinstance(slots, Listed)
@@ -281,7 +284,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     ):
         tensor = isinstance(scale, torch.Tensor)
         given |= {
-            f"cache_{x}": store.view(torch.uint8) if quantised else store,
+            f"cache_{x}": store.view(torch.uint8) if in_bytes else store,
             f"cache_{x}_page": of_page, f"cache_{x}_row": of_row,
             f"cache_{x}_head": store.stride(-2), f"cache_{x}_channel": store.stride(-1),
             f"cache_{x}_tiles": _descriptor(store, config) if described else None,

@@ -147,6 +147,16 @@ def kind_of(target: str) -> str:
     return "small" if arch in ("86", "89", "120", "121") else "large"
 
 
+def converts_e4m3(target: str) -> bool:
+    """Whether a device turns float8 e4m3 into wider numbers itself.
+
+    >>> converts_e4m3("cuda:89"), converts_e4m3("cuda:80"), converts_e4m3("hip:gfx950")
+    (True, False, False)
+    """
+    backend, arch = target.split(":")
+    return backend == "cuda" and int(arch) >= 89
+
+
 def packing(HQ: int, HK: int, BM: int) -> tuple[int, int]:
     """Query heads of a group that share a tile, and the new tokens of a tile.
 

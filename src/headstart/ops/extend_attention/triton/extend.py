@@ -13,7 +13,7 @@ too.
 import triton
 import triton.language as tl
 
-from headstart.ops.extend_attention.triton.keys import read_scale
+from headstart.ops.extend_attention.triton.keys import beside_float8, read_scale
 from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
@@ -123,15 +123,16 @@ def extend_kernel(
 
     last_piece = (piece < 0) | ((piece + 1) * PIECE >= cached)
     if FOUND != "":
-        old_numbers = (window, inner, factor)
-        b_v_scale = 1.0
+        OLD_FORM: tl.constexpr = "scaled" if SCALES and FORM == "plain" else FORM
+        b_old, old_inner, b_v_scale = b_q, inner, 1.0
+        if WIDE:
+            b_old = b_q.to(tl.float32)
         if SCALES:
             b_k_scale = read_scale(k_scale, k_number, key_head * k_scale_head)
             b_v_scale = read_scale(v_scale, v_number, key_head * v_scale_head)
-            if FORM == "plain":
-                old_numbers = (window, inner, factor * b_k_scale)
-            else:
-                old_numbers = (window, inner * b_k_scale, factor)
+            b_old, power = beside_float8(b_q)
+            old_inner = inner * b_k_scale * power
+        old_numbers = (window, old_inner, factor)
         old_k = cache_k + key_head.to(tl.int64) * cache_k_head
         old_v = cache_v + key_head.to(tl.int64) * cache_v_head
         k_strides = (cache_k_page, cache_k_row, cache_k_channel)
@@ -141,15 +142,12 @@ def extend_kernel(
         entry = where
         if LISTED:
             entry = tl.load(facts + 11)
-        b_old = b_q
-        if WIDE:
-            b_old = b_q.to(tl.float32)
         acc, m, l = run_of_tiles(  # noqa: E741
             acc, m, l, b_old, (o_own, p_mask, m_row), (key_start, cached), limits, queries,
             (old_k, old_v, k_strides, v_strides, where, 0), (places, positions, entry),
             (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
             old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            D, DV, BD, BDV, BN, OLD_FORM, PRECISION, STAGES,
         )  # fmt: skip
         if SCALES and NEW != "cached":
             acc = acc * b_v_scale
@@ -162,7 +160,8 @@ def extend_kernel(
                 acc, m, l, b_old, rows, (query_start, fresh), limits, queries,
                 (old_k, old_v, k_strides, v_strides, where, border), (places, positions, where),
                 (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
-                CAUSAL, WINDOWED, MASK != "", False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                CAUSAL, WINDOWED, MASK != "", False,
+                D, DV, BD, BDV, BN, OLD_FORM, PRECISION, STAGES,
             )  # fmt: skip
             if SCALES:
                 acc = acc * b_v_scale

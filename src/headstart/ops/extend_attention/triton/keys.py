@@ -50,7 +50,7 @@ def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr):
     mask = m_key[:, None]
     if SIZE < BD:
         mask = mask & (o_d < SIZE)[None, :]
-    return tl.load(pointers, mask=mask, other=0)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def _widened(b_x, bits: tl.constexpr, shift: tl.constexpr, sign: tl.constexpr):
 
 @triton.jit
 def operand(b_x, dtype: tl.constexpr):
-    """A tile of a cache as an operand of `dtype`; bytes are float8 e4m3 without their scale.
+    """A tile of a cache as an operand of `dtype`; float8 e4m3 without its scale.
 
-    The four bits of exponent and three of mantissa are put where `dtype` has its own, which leaves
-    a power of two to multiply with; conversions of float8 are not the same on all devices.
+    Targets without conversions of e4m3 are given its bytes: the four bits of exponent and three of
+    mantissa are put where `dtype` has its own, which leaves a power of two to multiply with.
     """
     b_value = b_x
     if b_x.dtype == tl.uint8:
@@ -86,3 +86,21 @@ def operand(b_x, dtype: tl.constexpr):
             b_value = _widened(b_x, tl.uint16, 7, 8).to(tl.float16, bitcast=True) * 2.0**8
         b_value = tl.where((b_x & 0x7F) == 0x7F, float("nan"), b_value)
     return b_value.to(dtype)
+
+
+@triton.jit
+def beside_float8(b_q):
+    """Queries [BM, BD] to multiply with float8 keys, and what the scores then lack: [BM, 1] or 1.
+
+    float16 holds every e4m3 exactly and is the cheapest to turn it into. Rows of bfloat16 are
+    divided by a power of two near their largest size, which leaves all digits above 2**-24 of it.
+    """
+    b_near, power = b_q, 1.0
+    if b_q.dtype == tl.bfloat16:
+        b_wide = b_q.to(tl.float32)
+        size = tl.max(tl.abs(b_wide), 1, keep_dims=True)
+        exponent = size.to(tl.uint32, bitcast=True) & 0x7F800000
+        exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E000000)
+        power = exponent.to(tl.float32, bitcast=True)
+        b_near = (b_wide * (0x7F000000 - exponent).to(tl.float32, bitcast=True)).to(tl.float16)
+    return b_near, power

@@ -11,6 +11,7 @@ import torch
 from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
+    converts_e4m3,
     kind_of,
     packing,
 )
@@ -119,11 +120,15 @@ def compiled(
     name: str,
     shape: Shape,
     config: Config,
+    target: Target,
     chosen: Mapping[str, Any],
     has_product: bool = False,
 ) -> StaticKernel:
     """One kernel with these constants, for inspection."""
     kind, missing = NAMES[shape.dtype], absent(chosen)
+    cached = kind
+    if chosen["SCALES"]:
+        cached = "fp8e4nv" if fn is not write_kernel and converts_e4m3(target.name) else "u8"
     signature, attrs, constexprs = {}, {}, {}
     for argument in fn.arg_names:
         if argument in chosen:
@@ -138,7 +143,7 @@ def compiled(
         elif argument in ("q", "k", "v", "o", "rows"):
             signature[argument] = f"*{kind}"
         elif argument in ("cache_k", "cache_v", "store"):
-            signature[argument] = "*u8" if chosen["SCALES"] else f"*{kind}"
+            signature[argument] = f"*{cached}"
         else:
             signature[argument] = "fp32" if argument in NUMBERS else "i32"
         whole = signature.get(argument) == "i32" and argument not in UNALIGNED
@@ -181,7 +186,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 )
                 name = f"{_plain_name(fn)}-{shape.name}{'-' + switch if switch else ''}"
                 chosen = constants(shape, config, target, **changed)
-                found.append(compiled(fn, name, shape, config, chosen, has_product))
+                found.append(compiled(fn, name, shape, config, target, chosen, has_product))
     return found
 
 
@@ -193,14 +198,14 @@ def _merging(target: Target) -> Iterator[StaticKernel]:
     """The kernels without a product: joining pieces and parts, storing keys."""
     for shape in SHAPES[:2]:
         chosen = constants(shape, Config(64, 64, 1, 4), target, HAS_SINKS=True, HAS_LSE=True)
-        yield compiled(join_kernel, f"join-{shape.name}", shape, Config(0, 0, 1, 4), chosen)
+        yield compiled(join_kernel, f"join-{shape.name}", shape, Config(0, 0, 1, 4), target, chosen)
         for scales in (False, True):
             switches = {
                 "SIZE": shape.D, "BD": shape.D, "BT": WRITTEN, "PAGE": 16, "FP8": scales,
                 "SCALES": scales, "scale": None,
             }  # fmt: skip
             name = f"write-{shape.name}{'-fp8' if scales else ''}"
-            yield compiled(write_kernel, name, shape, Config(0, 0, 1, 4), chosen | switches)
+            yield compiled(write_kernel, name, shape, Config(0, 0, 1, 4), target, chosen | switches)
         parts = 2
         yield StaticKernel(
             name=f"merge-D{shape.DV}-fp32",

@@ -37,7 +37,10 @@ def clear(first, last, start, count, window, CAUSAL: tl.constexpr, WINDOWED: tl.
 
 @triton.jit
 def score(b_q, b_k, inner, FORM: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores [BM, BN] of queries [BM, BD] and keys [BN, BD], in units that FORM names."""
+    """Scores [BM, BN] of queries [BM, BD] and keys [BN, BD], in units that FORM names.
+
+    inner: a number, or one a row [BM, 1].
+    """
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if FORM == "scaled":
         b_s = b_s * inner

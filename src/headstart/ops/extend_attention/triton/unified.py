@@ -16,7 +16,7 @@ same order.
 import triton
 import triton.language as tl
 
-from headstart.ops.extend_attention.triton.keys import read_scale
+from headstart.ops.extend_attention.triton.keys import beside_float8, read_scale
 from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
@@ -151,15 +151,16 @@ def unified_kernel(
     rows = (o_own, p_mask, m_row)
     new_rows = (o_own, p_mask + new_column, m_row)
 
-    numbers = (window, inner, factor)
-    b_v_scale = 1.0
-    if SCALES:
+    # Packed new keys meet no float8 keys here: the promise declines a cache of another dtype.
+    SCALED: tl.constexpr = SCALES and NEW != "packed"
+    ALL_FORM: tl.constexpr = "scaled" if SCALED and FORM == "plain" else FORM
+    all_inner, b_v_scale = inner, 1.0
+    if SCALED:
         b_k_scale = read_scale(k_scale, k_number, key_head * k_scale_head)
         b_v_scale = read_scale(v_scale, v_number, key_head * v_scale_head)
-        if FORM == "plain":
-            numbers = (window, inner, factor * b_k_scale)
-        else:
-            numbers = (window, inner * b_k_scale, factor)
+        b_q, power = beside_float8(b_q)
+        all_inner = inner * b_k_scale * power
+    numbers = (window, all_inner, factor)
     wide_head = key_head.to(tl.int64)
     old = (q, q, (0, 0, 0), (0, 0, 0), where, border)
     if FOUND != "":
@@ -201,9 +202,9 @@ def unified_kernel(
         acc, m, l = reduce(  # noqa: E741
             acc, m, l, b_q, (lower // BN, tl.cdiv(upper, BN)), old_side, new_side, new_column,
             numbers, FOUND, PAGE, NEW, UNIT, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            D, DV, BD, BDV, BN, ALL_FORM, PRECISION, STAGES,
         )  # fmt: skip
-        if SCALES:
+        if SCALED:
             acc = acc * b_v_scale
     else:
         first_block, end_block = lower // BLOCK, tl.cdiv(upper, BLOCK)
@@ -217,9 +218,9 @@ def unified_kernel(
                 tl.zeros((BM, BDV), tl.float32), tl.full((BM,), NOTHING, tl.float32),
                 tl.zeros((BM,), tl.float32), b_q, (begin, end), old_side, new_side, new_column,
                 numbers, FOUND, PAGE, NEW, UNIT, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                D, DV, BD, BDV, BN, ALL_FORM, PRECISION, STAGES,
             )  # fmt: skip
-            if SCALES:
+            if SCALED:
                 b_acc = b_acc * b_v_scale
             acc, m, l = join(acc, m, l, b_acc, b_m, b_l)  # noqa: E741
     keep(
