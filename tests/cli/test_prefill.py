@@ -141,16 +141,16 @@ def test_the_last_token_is_never_hit(count, code, prompt):
         assert "64 of 65 tokens" in result.stdout
 
 
-def worn_state(twin):
-    twin.layers[0].cache.tensors["state"] *= 1 + 2**-20
+def worn_state(cache):
+    cache.layers[0].cache.tensors["state"] *= 1 + 2**-20
 
 
-def lost_history(twin):
-    twin.layers[0].cache.tensors["history"].zero_()
+def lost_history(cache):
+    cache.layers[0].cache.tensors["history"].zero_()
 
 
-def shuffled_pages(twin):
-    twin.pages.table[0].reverse()
+def shuffled_pages(cache):
+    cache.pages.table[0].reverse()
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def shuffled_pages(twin):
     ],
 )
 def test_what_was_not_restored_exactly_is_found(model, spoil, monkeypatch, prompt):
-    restored = HybridCache.restored
+    stand = HybridCache.stand
 
-    def spoilt(self, position, row=0):
-        twin = restored(self, position, row)
-        spoil(twin)
-        return twin
+    def spoilt(self, pages, layers):
+        stand(self, pages, layers)
+        if pages.table:  # behind a hit
+            spoil(self)
 
-    monkeypatch.setattr(HybridCache, "restored", spoilt)
+    monkeypatch.setattr(HybridCache, "stand", spoilt)
     result = run("--model", model, "--prompt-file", prompt(), "--prefix-cache")
     assert result.exit_code == 1, result.output
     assert re.search(

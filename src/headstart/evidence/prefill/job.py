@@ -16,7 +16,7 @@ from headstart.evidence.prefill.loading import Loaded, quiet
 from headstart.evidence.prefill.replay import Recorder, Replay, replay
 from headstart.evidence.prefill.runs import Run, continuation, prefill
 from headstart.evidence.prefill.timing import peak_memory
-from headstart.integrations.transformers import HybridCache, disable, enable, observe, statistics
+from headstart.integrations.transformers import PrefixCache, disable, enable, observe, statistics
 
 SCHEMA = 1
 """Version of the JSON that a report becomes."""
@@ -33,7 +33,8 @@ class Options:
     """What is asked of the job.
 
     step: tokens of a step, None for the whole prompt.
-    prefix_cache: keep snapshots, replay the rows past the longest hit, run the model from it.
+    prefix_cache: prefill through a `PrefixCache`; ask it for the prompt again, replay the rows past
+        the hit, and run the model from it.
     fixed_tiles: run every Linear in 64-row tiles on the absolute grid.
     compare: run the model's own path too.
     implementation: run this one strictly.
@@ -168,10 +169,11 @@ def _run_enabled(loaded: Loaded, ids: list[int], options: Options, progress: Pro
 
     counted = statistics(loaded.model)
     counted.reset()
+    prefixes = PrefixCache(loaded.model)
     if options.prefix_cache:
-        cache: Any = HybridCache(loaded.model, snapshot_positions=[hit] if hit else [])
-        with observe(loaded.model, recorder):
-            cold = run("prefill", cache, before=recorder.step)
+        with prefixes.request(ids) as request, observe(loaded.model, recorder):
+            cold = run("prefill", request.cache, before=recorder.step)
+        cache: Any = request.cache
     else:
         cache = DynamicCache(config=loaded.model.config)
         cold = run("prefill", cache)
@@ -184,9 +186,11 @@ def _run_enabled(loaded: Loaded, ids: list[int], options: Options, progress: Pro
             f"no hit: a prompt of {len(ids)} tokens has no block of {GRAIN} before its last token"
         )
     elif options.prefix_cache:
-        replayed = replay(recorder, cache, cache.restored(hit), options.implementation)
-        warm = run("from the hit", cache.restored(hit), start=hit)
-        found = Hit(hit, replayed, warm.seconds, compare(warm, cold, ids))
+        with prefixes.request(ids) as request:
+            replayed = replay(recorder, cache, request.cache, options.implementation)
+        with prefixes.request(ids) as request:
+            warm = run("from the hit", request.cache, start=request.hit)
+        found = Hit(request.hit, replayed, warm.seconds, compare(warm, cold, ids))
         breaches += _hit_breaches(found, options.fixed_tiles)
     following = continuation(loaded, cold, cache, len(ids), options.continuation)
     comparison = own_seconds = None

@@ -2,7 +2,8 @@
 
 `enable(model)` gives the layers of one model instance to headstart and `disable(model)` gives them
 back; nothing is patched at import and no other instance changes. `HybridCache` is a cache whose
-prefix hits equal a cold prefill bit for bit at the level of operations.
+prefix hits equal a cold prefill bit for bit at the level of operations; `PrefixCache` keeps what
+requests have in common and gives each such a cache.
 
 >>> import torch
 >>> from transformers import GptOssConfig, GptOssForCausalLM
@@ -26,5 +27,15 @@ from headstart.integrations.transformers.adapters import (
     statistics,
 )
 from headstart.integrations.transformers.caches import HybridCache
+from headstart.integrations.transformers.prefix_cache import PrefixCache, PrefixRequest
 
-__all__ = ["HybridCache", "Statistics", "disable", "enable", "observe", "statistics"]
+__all__ = [
+    "HybridCache",
+    "PrefixCache",
+    "PrefixRequest",
+    "Statistics",
+    "disable",
+    "enable",
+    "observe",
+    "statistics",
+]

@@ -103,15 +103,20 @@ class HybridCache(Cache):
             raise ValueError(f"position: expected a kept one, of {shown(kept)}, got {position}")
         twin = HybridCache.__new__(HybridCache)
         twin.snapshot_positions, twin.snapshot_every = self.snapshot_positions, self.snapshot_every
-        twin.pages = self.pages.restored(row, position)
+        pages = self.pages.restored(row, position)
         layers: list[Any] = [
             layer.restored(row, position)
             if isinstance(layer, DeltaLayer)
-            else layer.restored(twin.pages, position)
+            else layer.restored(pages, position)
             for layer in self._layers
         ]
-        Cache.__init__(twin, layers=layers)
+        twin.stand(pages, layers)
         return twin
+
+    def stand(self, pages: Pages, layers: list[Any]) -> None:
+        """Take over the pages and layers of one sequence in place of those there are."""
+        self.pages = pages
+        Cache.__init__(self, layers=layers)
 
     def arguments(self, layer: int, start: int, length: int) -> dict[str, dict[str, Any]]:
         """By operation, the arguments that place `length` tokens from `start` in layer `layer`.

@@ -90,37 +90,50 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
         pairs = [(n, p) for n, found in enumerate(positions) for p in found]
         self.kept.update(zip(pairs, zip(states, histories, strict=True), strict=True))
 
+    def forget(self, after: int, before: int) -> None:
+        """Drop what was kept at positions between these two."""
+        self.kept = {key: one for key, one in self.kept.items() if not after < key[1] < before}
+
     def restored(self, row: int, position: int) -> DeltaLayer:
         """A layer of one sequence that stands at a kept position of sequence `row`."""
-        layer = DeltaLayer()
-        if not position and self._cache is None:
+        if not position:
+            layer = DeltaLayer()
+            if self._cache is not None:  # its sizes are known: it can be written to at once
+                layer.prepare(1, **self.sizes)
+                layer.lengths, layer.whole = [], True
             return layer
-        if position and (row, position) not in self.kept:
+        if (row, position) not in self.kept:
             found = sorted(p for n, p in self.kept if n == row)
             raise ValueError(f"position: expected a kept one, of {shown(found)}, got {position}")
-        old = self.cache
-        cache = layer.prepare(
-            1,
-            H=old.H,
-            HV=old.HV,
-            K=old.K,
-            V=old.V,
-            conv_channels=old.conv_channels,
-            conv_width=old.conv_width,
-            dtype=old.dtype,
-            device=old.device,
-        )
-        layer.whole = True
-        if not position:
-            layer.lengths = []
-            return layer
-        state, history = self.kept[row, position]
-        cache.load([0], [position], state[None], history[None])
-        layer.lengths, layer._floors = [position], [position]
-        layer._firsts = [max(position - len(history), 0)]
-        layer.has_previous_state[0] = True
+        layer = DeltaLayer.standing(position, *self.kept[row, position], self.sizes)
         layer.kept = {(0, p): kept for (n, p), kept in self.kept.items() if n == row}
         return layer
+
+    @staticmethod
+    def standing(
+        position: int, state: torch.Tensor, history: torch.Tensor, sizes: dict[str, Any]
+    ) -> DeltaLayer:
+        """A layer of one sequence that stands at `position`, with what a layer of `sizes` kept."""
+        layer = DeltaLayer()
+        layer.prepare(1, **sizes).load([0], [position], state[None], history[None])
+        layer.whole, layer.has_previous_state[0] = True, True
+        layer.lengths, layer._floors = [position], [position]
+        layer._firsts = [max(position - len(history), 0)]
+        return layer
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes, dtype and device of the cache, as `DeltaCache` takes them."""
+        names = ("H", "HV", "K", "V", "conv_channels", "conv_width", "dtype", "device")
+        return {name: getattr(self.cache, name) for name in names}
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Memory of one kept state with its history."""
+        cache = self.cache
+        state = cache.tensors["state"][0]
+        history = (cache.conv_width - 1) * cache.conv_channels * cache.dtype.itemsize
+        return state.numel() * state.dtype.itemsize + history
 
     @property
     def bytes(self) -> int:
@@ -145,17 +158,7 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
         with torch.inference_mode(False):
             chosen = {name: x.index_select(0, index) for name, x in old.tensors.items()}
         self._cache = DeltaCache(
-            len(rows),
-            H=old.H,
-            HV=old.HV,
-            K=old.K,
-            V=old.V,
-            conv_channels=old.conv_channels,
-            conv_width=old.conv_width,
-            dtype=old.dtype,
-            draft_tokens=old.draft_tokens,
-            device=old.device,
-            tensors=chosen,
+            len(rows), draft_tokens=old.draft_tokens, tensors=chosen, **self.sizes
         )
         self.lengths = [self.lengths[row] for row in rows]
         self._floors = [self._floors[row] for row in rows]

@@ -86,7 +86,13 @@ class PagePool:
     @property
     def bytes(self) -> int:
         """Memory of all pages."""
-        return sum(x.numel() * x.dtype.itemsize for pair in self._memory.values() for x in pair)
+        return self.page_bytes * len(self._holders)
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of one page in all layers."""
+        each = (x for pair in self._memory.values() for x in pair)
+        return sum(x.shape[1:].numel() * x.dtype.itemsize for x in each)
 
 
 class Pages:
