@@ -375,7 +375,9 @@ def test_odd_head_sizes_keep_the_promise(
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
-@pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (2, 4, 96, 64), (2, 4, 128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 16, 16), (10, 20, 16, 16), (2, 4, 96, 64), (2, 4, 128, 128)], ids=str
+)
 def test_one_or_two_threads_give_the_same_bits(
     rule, implementation, threads_restored, sizes, per_channel
 ):

@@ -34,6 +34,24 @@ def test_threads_do_not_share_scratch(rule):
     assert not wrong
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_results_belong_to_the_mode_of_the_caller(rule, threads_restored, mode):
+    """Whoever computes them, and a cache that one mode made serves in another."""
+    torch.set_num_threads(2)
+    x = draw(100, 1, 2, 32, 24, seed=15)
+    expected = rule(*x, reproducible=True, return_state=True)
+    cache = DeltaCache(1, **x.sizes, dtype=torch.float32, device="cpu")
+    with mode():
+        found = rule(*x, reproducible=True, return_state=True)
+        cached = rule(*x, schedule=Schedule([100], device="cpu"), state=cache.at([0]))
+    for tensor in (found.o, found.state, cached.o):
+        assert tensor.is_inference() == (mode is torch.inference_mode)
+        assert not tensor.requires_grad
+    assert torch.equal(found.o, expected.o)
+    assert torch.equal(cached.o, expected.o)
+    assert torch.equal(found.state, expected.state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_default_dtype_of_the_process_changes_nothing(rule, dtype):
     x = draw(100, 1, 2, 32, 24, unit=False, seed=3)

@@ -82,8 +82,8 @@ MUTANTS = (
         name="delta-inverse-by-one-power",
         fault="The corner of the inverse is -M, a first-order approximation.",
         file=PRODUCTS,
-        old="        torch.neg(second, out=chunk.inverse_corner)",
-        new="        torch.neg(chunk.corner, out=chunk.inverse_corner)",
+        old='            torch.bmm(chunk.second, self.buffers["corner"], out=chunk.new_corner)\n',
+        new="            chunk.new_corner.copy_(chunk.corner)\n",
         checks=("rule equal keys",),
     ),
     _mutant(

@@ -49,9 +49,10 @@ def span_shapes(M: int, U: int, R: int, K: int, V: int, per_channel: bool) -> Sh
         "lower": ((M, U, R, C, C), f),
         "inner": ((M, U, R, C, C), f),
         "inverse": ((M, U, R, C, C), f),
-        "blocks": ((2 * L, HALF, HALF), f),
-        "solved": ((2 * L, HALF, HALF), f),
-        "joint": ((2, L, HALF, HALF), f),
+        "blocks": ((M, L, 2, HALF, HALF), f),
+        "solved": ((M, L, 2, HALF, HALF), f),
+        "corner": ((L, HALF, HALF), f),
+        "corners": ((M, L, HALF, HALF), f),
         "from_start": ((M, U, R, C, K) if per_channel else (M, U, R, C), f),
         "rest": ((U, R, C, V), f),
         "v_new": ((L, C, V), f),
@@ -93,10 +94,9 @@ class Chunk:
         self.inner = b["inner"].flatten(0, 1)
         self.inverse = b["inverse"].flatten(0, 1)
         self.beta = b["beta"].flatten(0, 1)  # [L, C]
-        # [L, 2, HALF, HALF] on the diagonal, and [L, HALF, HALF] below it
-        self.blocks, self.corner = _diagonal(self.lower), self.lower[:, HALF:, :HALF]
-        self.inverse_blocks = _diagonal(self.inverse)
-        self.inverse_corner = self.inverse[:, HALF:, :HALF]
+        self.corner = self.lower[:, HALF:, :HALF]  # [L, HALF, HALF], and so the next three
+        self.first, self.second = b["solved"].unbind(1)
+        self.new_corner = b["corners"]
         if per_channel:
             self.from_start = b["from_start"]  # [U, R, C, K]
             self.whole = b["from_start"][:, :, C - 1, :, None]  # [U, R, K, 1]
@@ -110,12 +110,12 @@ class Chunk:
 
 PER_CHUNK = (
     *("keys", "norms", "values", "decay", "beta", "lower", "inner", "inverse", "from_start"),
-    *("scaled", "products", "gamma"),
+    *("scaled", "products", "gamma", "solved", "corners"),
 )
 
 
 class Span:
-    """The buffers of one group for up to M chunks in a row, and the products over them.
+    """One worker's buffers of a group for up to M chunks in a row, and the products over them.
 
     `keys`, `values`, `decay`, `beta` are filled for some chunks and `prepare()` called; `advance()`
     then takes them in order: each gives o of its chunk and, where asked, moves `state` from before
@@ -123,11 +123,13 @@ class Span:
     """
 
     def __init__(
-        self, workspace: Workspace, M: int, U: int, R: int, K: int, V: int, per_channel: bool
-    ) -> None:
+        self, workspace: Workspace, worker: int, M: int, U: int, R: int, K: int, V: int,
+        per_channel: bool,
+    ) -> None:  # fmt: skip
         shapes = span_shapes(M, U, R, K, V, per_channel)
         self.buffers = {
-            name: workspace.buffer(name, shape, dtype) for name, (shape, dtype) in shapes.items()
+            name: workspace.buffer(f"{name} of worker {worker}", shape, dtype)
+            for name, (shape, dtype) in shapes.items()
         }
         self.per_channel = per_channel
         self.chunks = [Chunk(self.buffers, m, per_channel) for m in range(M)]
@@ -136,9 +138,7 @@ class Span:
         self.always_careful = device.type != "cpu"
         self.zero = torch.zeros((), device=device)
         self.below = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=device).tril_(-1)
-        self.identity = torch.eye(HALF, device=device).repeat(2 * U * R, 1, 1)
-        self.blocks = b["blocks"].unflatten(0, (-1, 2))
-        self.solved = b["solved"].unflatten(0, (-1, 2))
+        self.identity = torch.eye(HALF, device=device)
         self.rest = b["rest"].flatten(0, 1)
         self.state_lanes = b["state"].view(U, K, R, V)
         self.v_new_rows = b["v_new"].view(U, R, C, V).transpose(1, 2)
@@ -170,11 +170,9 @@ class Span:
                 self._channel_products(chunk)
         else:
             self._head_products(count)
-        b = {name: self.buffers[name][:count] for name in ("beta", "lower", "inverse")}
-        b["lower"] *= b["beta"][..., None]
-        for chunk in self.chunks[:count]:
-            self._invert(chunk)
-        b["inverse"] *= b["beta"][..., None, :]
+        beta = self.buffers["beta"][:count]
+        self.buffers["lower"][:count] *= beta[..., None]
+        self._invert(slice(count), beta)
 
     def advance(self, m: int, out: torch.Tensor | None, want_state: bool) -> None:
         """o of chunk m into `out` [U, R, C, V], if given, and S after it into `state`."""
@@ -191,7 +189,7 @@ class Span:
         spoiled = None
         if self.always_careful or not math.isfinite(float(b["v_new"].sum())):
             # 0 * NaN is NaN: keep rows before a spoiled one out of its products.
-            spoiled = self._spare_earlier_rows(chunk)
+            spoiled = self._spare_earlier_rows(m)
         if out is not None:
             torch.bmm(chunk.inner, b["v_new"], out=b["within"])
             if self.per_channel:
@@ -205,44 +203,44 @@ class Span:
         if want_state:
             self._new_state(chunk)
 
-    def _spare_earlier_rows(self, chunk: Chunk) -> torch.Tensor:
+    def _spare_earlier_rows(self, m: int) -> torch.Tensor:
         """v_new again, with zeros from the first row on that is not finite; which rows these are.
 
         A lane spoiled by its keys or gates loses whole rows, one spoiled by v or S single columns.
         """
+        chunk = self.chunks[m]
         chunk.inner.tril_()
         chunk.lower.tril_(-1)
         rows = ~(chunk.lower.isfinite().all(-1) & chunk.beta.isfinite())
         rows = (rows.cumsum(1) > 0)[..., None]  # [L, C, 1]
         spoiled = (~self.rest.isfinite() | rows).cumsum(1) > 0
         chunk.lower.masked_fill_(rows, 0.0)
-        chunk.inverse.zero_()
-        self._invert(chunk)
-        chunk.inverse.mul_(chunk.beta.masked_fill(rows[..., 0], 0.0)[:, None])
+        beta = self.buffers["beta"][m : m + 1]
+        self._invert(slice(m, m + 1), beta.masked_fill(rows.view(beta.shape), 0.0))
         v_new = self.buffers["v_new"]
         torch.bmm(chunk.inverse, self.rest.masked_fill_(spoiled, 0.0), out=v_new)
         spoiled |= (~v_new.isfinite()).cumsum(1) > 0
         v_new.masked_fill_(spoiled, 0.0)
         return spoiled
 
-    def _invert(self, chunk: Chunk) -> None:
-        """inverse <- (I + A)^-1 on and below the diagonal, A the strict lower triangle of `lower`.
+    def _invert(self, chunks: slice, beta: torch.Tensor) -> None:
+        """inverse <- (I + A)^-1 diag(beta) on and below the diagonal, A the lower triangle.
 
         [[P, 0], [X, Q]]^-1 = [[P^-1, 0], [-Q^-1 X P^-1, Q^-1]]
         """
-        first, second = self.buffers["joint"]
-        self.blocks.copy_(chunk.blocks)
+        names = ("lower", "inverse", "blocks", "solved", "corners")
+        b = {name: self.buffers[name][chunks] for name in names}
+        lower, inverse = b["lower"].flatten(1, 2), b["inverse"].flatten(1, 2)  # [M, L, C, C]
+        b["blocks"].copy_(_diagonal(lower))
         torch.linalg.solve_triangular(
-            self.buffers["blocks"],
-            self.identity,
-            upper=False,
-            unitriangular=True,
-            out=self.buffers["solved"],
+            b["blocks"], self.identity, upper=False, unitriangular=True, out=b["solved"]
         )
-        torch.bmm(chunk.corner, self.solved[:, 0], out=first)
-        torch.bmm(self.solved[:, 1], first, out=second)
-        chunk.inverse_blocks.copy_(self.solved)
-        torch.neg(second, out=chunk.inverse_corner)
+        for chunk in self.chunks[chunks]:
+            torch.bmm(chunk.corner, chunk.first, out=self.buffers["corner"])
+            torch.bmm(chunk.second, self.buffers["corner"], out=chunk.new_corner)
+        columns = beta.flatten(1, 2).unflatten(2, (2, 1, HALF))  # [M, L, 2, 1, HALF]
+        torch.mul(b["solved"], columns, out=_diagonal(inverse))
+        torch.mul(b["corners"], -columns[:, :, 0], out=inverse[..., HALF:, :HALF])
 
     def _head_products(self, count: int) -> None:
         """Fill `lower` (without beta), `inner`, `from_start` and `gamma`."""
@@ -331,6 +329,6 @@ def _sums_after(decay: torch.Tensor) -> torch.Tensor:
 
 
 def _diagonal(matrices: torch.Tensor) -> torch.Tensor:
-    """The two diagonal blocks of [L, C, C], as [L, 2, HALF, HALF]."""
-    tiles = matrices.unflatten(2, (2, HALF)).unflatten(1, (2, HALF))
-    return tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    """The two diagonal blocks of [M, L, C, C], as [M, L, 2, HALF, HALF]."""
+    tiles = matrices.unflatten(3, (2, HALF)).unflatten(2, (2, HALF))
+    return tiles.diagonal(dim1=2, dim2=4).movedim(-1, 2)

@@ -1,8 +1,8 @@
-"""All chunks of all sequences, one cache-sized group of heads after the other.
+"""All chunks of all sequences, one cache-sized group of heads after the other in each thread.
 
 A group is U key heads with their value heads, of one or several sequences. Its tiles are gathered
 from the packed tokens and, in a cache, from the tails; its state stays in a buffer from chunk to
-chunk.
+chunk. One thread computes it from its first chunk to its last, so no bit depends on their number.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.steps import SequenceStep
 from headstart.ops.gated_delta_rule.stores import Stores
+from headstart.runtime.workers import share_out, worker_count
 from headstart.runtime.workspace import Workspace
 
 LANES = 8
@@ -71,7 +72,8 @@ def scan_bytes(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
     if not steps:
         return 0
     shapes = span_shapes(*_extents(call, steps), call.per_channel)
-    return sum(_count(shape) * dtype.itemsize for shape, dtype in shapes.values())
+    one = sum(_count(shape) * dtype.itemsize for shape, dtype in shapes.values())
+    return one * worker_count(call.device, len(groups(call, steps)))
 
 
 def scan(
@@ -80,9 +82,16 @@ def scan(
     """Compute `steps`: outputs, states, tails and snapshots."""
     if not steps:
         return
-    span = Span(workspace, *_extents(call, steps), call.per_channel)
-    for runs in groups(call, steps):
+    found = groups(call, steps)
+    spans = [
+        Span(workspace, worker, *_extents(call, steps), call.per_channel)
+        for worker in range(worker_count(call.device, len(found)))
+    ]
+
+    def compute(span: Span, runs: list[Run]) -> None:
         GroupScan(call, stores, span, runs).run()
+
+    share_out(compute, found, spans, call.device)
 
 
 def _extents(call: GatedDeltaCall, steps: list[SequenceStep]) -> tuple[int, int, int, int, int]:

@@ -1,0 +1,98 @@
+"""Pieces of work in several threads: each once, in order, and no setting of others changed."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from headstart.runtime.workers import MOST, share_out, worker_count
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    """Torch with two threads, whatever the process has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_as_many_workers_as_threads_and_pieces():
+    assert [worker_count(CPU, pieces) for pieces in (0, 1, 2, 9)] == [1, 1, 2, 2]
+    assert worker_count(torch.device("meta"), 9) == 2
+    assert worker_count(torch.device("cuda"), 9) == 1
+    torch.set_num_threads(100)
+    assert worker_count(CPU, 1000) == MOST
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_piece_is_done_once(threads):
+    torch.set_num_threads(threads)
+    done = [[] for _ in range(worker_count(CPU, 100))]
+    share_out(lambda own, piece: own.append(piece), range(100), done, CPU)
+    assert sorted(piece for own in done for piece in own) == list(range(100))
+    assert all(own == sorted(own) for own in done)
+
+
+def test_two_pieces_are_under_way_at_once():
+    meeting = threading.Barrier(2, timeout=30)
+    share_out(lambda own, piece: meeting.wait(), range(2), ["one", "other"], CPU)
+
+
+def test_a_worker_computes_alone_and_without_gradients():
+    found = []
+
+    def look(own, piece):
+        found.append((torch.get_num_threads(), torch.is_grad_enabled(), threading.get_ident()))
+
+    share_out(look, range(2), [None], CPU)
+    assert {(count, grad) for count, grad, _ in found} == {(1, False)}
+    assert threading.get_ident() not in {thread for *_, thread in found}
+
+
+def test_threads_of_others_keep_their_number():
+    share_out(lambda own, piece: None, range(2), [None], CPU)
+    found = [torch.get_num_threads()]
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert found == [2, 2]
+
+
+def test_another_device_keeps_to_the_thread_of_the_caller():
+    found = []
+    share_out(lambda *_: found.append(threading.get_ident()), range(3), [0], torch.device("meta"))
+    assert found == [threading.get_ident()] * 3
+
+
+def test_an_error_is_raised_when_all_have_ended_and_nothing_new_begins():
+    begun, ended, failing = [], [], threading.Event()
+
+    def work(own, piece):
+        begun.append(piece)
+        if piece == 0:
+            failing.set()
+            raise ValueError("piece 0")
+        failing.wait(30)
+        threading.Event().wait(0.2)  # the error is seen meanwhile
+        ended.append(piece)
+
+    with pytest.raises(ValueError, match="piece 0"):
+        share_out(work, range(50), ["one", "other"], CPU)
+    assert sorted(begun) == [0, 1]
+    assert ended == [1]
+
+
+def test_a_forked_process_has_workers_of_its_own():
+    done = []
+    share_out(lambda own, piece: done.append(piece), range(3), [None], CPU)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that waits for threads it does not have
+        share_out(lambda own, piece: done.append(piece), range(3), [None], CPU)
+        os._exit(len(done))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
