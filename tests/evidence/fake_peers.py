@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 import headstart
 
@@ -121,6 +121,64 @@ def flashinfer_mtp(
     o, _ = fla_rule(q, k, v, g, beta, scale, before, True)
     output.copy_(o)
     return output, initial_state
+
+
+# What SGLang puts around the rule
+
+
+def sglang_convolution(
+    x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices=None,
+    has_initial_state=None, activation="silu", pad_slot_id=-1, validate_data=False,
+    block_table=None,
+):  # fmt: skip
+    """x [channels, T], channels next to each other; histories [slots, channels, width - 1]."""
+    assert x.stride(0) == 1
+    assert bias is None
+    assert seq_lens_cpu == query_start_loc.diff().tolist()
+    out, width = torch.empty_like(x), weight.shape[1]
+    for n, (a, b) in enumerate(pairwise(query_start_loc.tolist())):
+        history = conv_states[int(cache_indices[n])]
+        old = history if has_initial_state[n] else torch.zeros_like(history)
+        rows = torch.cat([old, x[:, a:b]], dim=1)
+        taps = rows.float().unfold(1, width, 1) * weight.float()[:, None]
+        out[:, a:b] = silu(taps.sum(-1)).to(x.dtype)
+        history.copy_(rows[:, -(width - 1) :])
+    return out
+
+
+def sglang_split(mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v):
+    """[1, T, heads, size] of each, contiguous."""
+    sizes = (num_q_heads, head_q), (num_k_heads, head_k), (num_v_heads, head_v)
+    parts = mixed_qkv.split([heads * size for heads, size in sizes], dim=-1)
+    return [part.reshape(1, -1, *shape) for part, shape in zip(parts, sizes, strict=True)]
+
+
+def sglang_prepare(q, k, v, eps=1e-6):
+    """q and k normalised and rounded, v contiguous."""
+    assert q.shape == k.shape
+    normed = [
+        (x.float() / (x.float().square().sum(-1, keepdim=True) + eps).sqrt()).to(x.dtype)
+        for x in (q, k)
+    ]
+    return *normed, v.contiguous()
+
+
+def sglang_gates(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
+    """[1, T, HV] float32, beta rounded as b is."""
+    g, weights = _raw_gates(A_log, a, dt_bias, b)
+    return g[None], weights.to(b.dtype).float()[None]
+
+
+def sglang_norm(
+    x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
+    eps=1e-6,
+):  # fmt: skip
+    """Rows [T HV, V]; written over x."""
+    assert activation == "swish"
+    assert bias is None
+    wide = x.float()
+    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    return x.copy_(wide * silu(g.float()))
 
 
 # Softmax attention

@@ -11,6 +11,7 @@ import torch
 from tests.evidence import fake_peers
 
 from headstart.evidence import arms, cases
+from headstart.evidence.arms import layer
 from headstart.evidence.checking import check, load_truths
 
 MODULES = {
@@ -31,7 +32,24 @@ MODULES = {
         },
     },
     "fa4": {"flash_attn.cute": {"flash_attn_varlen_func": fake_peers.flash_attn_4}},
-    "sglang": {"extend_attention": {"extend_attention_fwd": fake_peers.sglang_extend}},
+    "sglang": {
+        "extend_attention": {"extend_attention_fwd": fake_peers.sglang_extend},
+        "sglang.kernels.ops.mamba.causal_conv1d_triton": {
+            "causal_conv1d_fn": fake_peers.sglang_convolution
+        },
+        "sglang.kernels.ops.attention.triton_gdn_fused_proj": {
+            "fused_qkv_split_gdn_prefill": fake_peers.sglang_split
+        },
+        "sglang.kernels.ops.attention.fla.l2norm": {
+            "gdn_prefill_qkv_prepare_fwd": fake_peers.sglang_prepare
+        },
+        "sglang.kernels.ops.attention.linear.fused_gdn_gating": {
+            "fused_gdn_gating": fake_peers.sglang_gates
+        },
+        "sglang.kernels.ops.attention.fla.fused_norm_gate": {
+            "rms_norm_gated": fake_peers.sglang_norm
+        },
+    },
 }
 CPU = torch.device("cpu")
 RULE = ("gdn-1x128", "gdn-ragged-7seq", "gdn-pool", "gdn-35b-tp2-2500", "gdn-residual-512")
@@ -78,6 +96,19 @@ def test_a_peer_computes_the_case(peers, name, id):
     assert {one.output for one in found} == (
         {"o", "state"} if state in ("plain", "pool") else {"o"}
     )
+
+
+@pytest.mark.parametrize("id", ["block-next-8k", "block-residual-512"])
+def test_an_engines_chain_computes_the_layer(peers, id, monkeypatch):
+    case = cases.get(f"{id}-small")
+    for most in (layer.MOST_FUSED, 0):
+        monkeypatch.setattr(layer, "MOST_FUSED", most)
+        arm = arms.build("sglang", case, CPU)
+        for _ in range(2):  # its pools change with every call
+            arm.restore()
+            (found,) = check(arm, case, arm.outputs(arm.call()), load_truths(case, 0, CPU, 2))
+            assert found.output == "norm"
+            assert found.failures == ()
 
 
 @pytest.mark.parametrize(

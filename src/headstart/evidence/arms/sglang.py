@@ -1,4 +1,4 @@
-"""SGLang's Triton extend kernel: slots of page size 1, sinks, windows."""
+"""SGLang's Triton extend kernel (slots of page size 1, sinks, windows), and its linear layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from headstart.evidence.arms import Arm, MissingPeer, Unfit, peer
+from headstart.evidence.arms import Arm, MissingPeer, Unfit, layer, peer
 from headstart.evidence.arms.attention import dense_attention
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.delta_block import DeltaBlockCase
 
 PLACES = (
     "sglang.kernels.ops.attention.extend_attention",
@@ -21,10 +22,12 @@ NO_SLOTS = torch.zeros(0, dtype=torch.int64)
 
 
 def build(case: Case, device: torch.device, seed: int) -> Arm:
-    """`extend_attention_fwd`: new keys packed, cached ones by slot.
+    """`extend_attention_fwd`: new keys packed, cached ones by slot; or a whole linear layer.
 
     As SGLang does, it leaves out slots before the window: the kernel would visit them all.
     """
+    if isinstance(case, DeltaBlockCase):
+        return layer.build(case, device, seed)
     inputs = dense_attention(case, device, seed)
     inputs.refuse(mask=True)
     case = inputs.case
