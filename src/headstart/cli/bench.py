@@ -55,8 +55,8 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     metavar="A,B,...",
     help="headstart, hopper, triton, torch, reference, fla, flashinfer, flashqla, fa4, sdpa, flex, "
-    "sglang, transformers, or git revisions (HEAD, main~5, main~5:torch). The first is what others are "
-    "compared with.",
+    "sglang, transformers, or git revisions (HEAD, main~5, main~5:torch). The first is what others "
+    "are compared with.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=60, show_default=True)
 @click.option(
