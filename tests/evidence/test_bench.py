@@ -366,6 +366,17 @@ def test_stages_run_every_variant_and_compare():
     assert unfit.sentence.startswith("declined: ")
 
 
+def test_stages_see_what_other_threads_compute():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = stages_of_case(cases.get(TINY), ["torch"], device=CPU, rounds=3)
+    finally:
+        torch.set_num_threads(before)
+    (base,) = (one for one in found if one.variant == "the case")
+    assert "aten::bmm" in {stage.name for stage in base.stages}
+
+
 def test_stages_command_writes_a_run(tmp_path, capfd):
     file = tmp_path / "stages.json"
     result = run(

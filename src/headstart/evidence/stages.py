@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
 from headstart.evidence.arms import OURS, Arm, MissingPeer, Unfit, build, ours
 from headstart.evidence.cases import Case
@@ -212,11 +213,18 @@ def profile(arm: Arm, device: torch.device, times: int = PROFILES) -> dict[str, 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # A call may compute in threads of its own, which a profiler passes over unless told.
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
     calls: list[dict[str, tuple[int, float]]] = []
     for _ in range(times + 1):
         arm.restore()
         synchronize(device)
-        with _quiet(), torch.profiler.profile(activities=activities) as profiler:
+        with (
+            _quiet(),
+            torch.profiler.profile(
+                activities=activities, experimental_config=everywhere
+            ) as profiler,
+        ):
             arm.call()
             synchronize(device)
         calls.append(_on_gpu(profiler) if on_gpu else _on_cpu(profiler))
