@@ -15,6 +15,7 @@ from triton import knobs  # noqa: E402
 
 import headstart  # noqa: E402
 from headstart import DeltaCache, Gate, Pool, Schedule, Workspace  # noqa: E402
+from headstart.ops.convolution import api as convolution  # noqa: E402
 from headstart.ops.gated_delta_rule import api  # noqa: E402
 from headstart.runtime import dispatch, launcher  # noqa: E402
 from headstart.runtime.record import recording  # noqa: E402
@@ -39,7 +40,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(
         launch, "default_workspace", lambda device: workspace_of(device, fake.stream)
     )
-    for operation in (RULE, RECURRENT):
+    for operation in (RULE, RECURRENT, convolution._CONVOLUTION, convolution._NORM):
         monkeypatch.setitem(operation.__dict__, "prepared", {})
         for name in {"triton", "hopper"} & set(operation.places):
             able = dataclasses.replace(operation.implementation(name), declines=lambda call: None)
@@ -50,11 +51,12 @@ def driver(monkeypatch):
 
 def forget():
     """Let no kernel remember what the fake has compiled."""
+    from headstart.ops.convolution.triton import convolve, norm
     from headstart.ops.gated_delta_rule.hopper import scan as hopper
     from headstart.ops.gated_delta_rule.passes import channel, decays, prepare
     from headstart.ops.gated_delta_rule.triton import recurrent, scan
 
-    for module in (hopper, channel, decays, prepare, recurrent, scan):
+    for module in (convolve, norm, hopper, channel, decays, prepare, recurrent, scan):
         for value in vars(module).values():
             getattr(value, "device_caches", {}).pop(DEVICE, None)
 
@@ -173,7 +175,8 @@ def launched(driver, call, implementation, **more):
     """The result of a call, and its launches with the memory of results by name."""
     del driver.launched[:]
     result = rule(call, implementation, **more)
-    names = {x.data_ptr(): i for i, x in enumerate(result) if x is not None}
+    results = (result,) if isinstance(result, torch.Tensor) else result
+    names = {x.data_ptr(): i for i, x in enumerate(results) if x is not None}
 
     def plain(value):
         if isinstance(value, Map):
@@ -232,6 +235,61 @@ def test_the_recurrent_form_too(driver, monkeypatch, name):
     _, found = launched(driver, call, "triton", **function)
     assert is_steady(driver)
     assert found == the_long_way(monkeypatch, driver, call, "triton", **function)[1]
+
+
+def inputs(T, channels=24, dtype=torch.bfloat16):
+    weight = torch.nn.Parameter(torch.zeros(channels, 4), requires_grad=False)
+    return torch.zeros(T, channels, dtype=dtype), weight, torch.zeros(channels)
+
+
+def histories(*slots, **how):
+    return Pool(torch.zeros(7, 3, 24, dtype=torch.bfloat16), *slots, **how)
+
+
+OTHERS = {
+    "convolution": lambda: (inputs(90), {"schedule": on([60, 20])}),
+    "convolution without bias": lambda: (
+        inputs(90)[:2],
+        {"schedule": on([90]), "activation": None, "return_state": True},
+    ),
+    "convolution with histories": lambda: (
+        inputs(90),
+        {"schedule": on([60, 30], snapshot_every=64, start_positions=10),
+         "state": torch.zeros(2, 3, 24, dtype=torch.bfloat16), "snapshots": torch.bfloat16,
+         "out": torch.zeros(90, 24, dtype=torch.bfloat16)},
+    ),
+    "convolution in a pool": lambda: (
+        inputs(90),
+        {"schedule": on([60, 30]), "state": histories([1, 2], [3, -1], [True, False])},
+    ),
+    "convolution in a cache": lambda: (
+        inputs(90),
+        {"schedule": on([60, 30]), "state": cache(conv_channels=24).at([3, 0])},
+    ),
+    "norm": lambda: (
+        (torch.zeros(9, 4, 128, dtype=torch.bfloat16), torch.zeros(128),
+         torch.zeros(9, 4, 128, dtype=torch.bfloat16)),
+        {},
+    ),
+    "norm of slices": lambda: (
+        (torch.zeros(9, 4, 256)[..., :128], torch.zeros(128), torch.zeros(9, 4, 128)),
+        {"activation": "sigmoid", "eps": 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_stands_beside_the_rule_too(driver, monkeypatch, name):
+    first, call = OTHERS[name](), OTHERS[name]()
+    conv = name.startswith("convolution")
+    function = {"function": headstart.causal_conv1d if conv else headstart.rms_norm_gated}
+    launched(driver, first, "triton", **function)
+    assert not is_steady(driver)
+    result, found = launched(driver, call, "triton", **function)
+    assert is_steady(driver)
+    expected, wanted = the_long_way(monkeypatch, driver, call, "triton", **function)
+    assert found == wanted
+    alike(result if conv else (result,), expected if conv else (expected,))
 
 
 def test_calls_that_are_alike_share_one_program(driver):

@@ -169,30 +169,33 @@ SIGNATURES = 4096
 NAMED = (str, type(None))
 
 
-def steadily(
+def again(
     operation: Operation,
-    signature: Signature | None,
-    bind: Callable[[], Call],
+    signature: Signature,
     name: str | None,
     workspace: Workspace | None = None,
 ) -> Any:
-    """Compute a call as an earlier one of its signature was; without one, bind and run it.
-
-    signature: None for a call that always goes the long way.
-    """
-    if signature is None or type(name) not in NAMED:
-        return run(operation, bind(), name)
+    """The result of a call, computed as an earlier one of its signature; None: it needs `anew`."""
     facts, tensors = signature
+    if type(name) not in NAMED:
+        return None
     addresses = [x.data_ptr() for x in tensors]
-    key = facts, name, memory(addresses)
-    prepared = operation.prepared.get(key)
-    if prepared is not None and prepared.fits(addresses):
-        result = prepared.run(tensors, addresses, workspace)
-        _count(operation.name, prepared.implementation)
-        return result
-    if operation.written is None or key in operation.prepared:
-        return run(operation, bind(), name)
-    call = bind()
+    prepared = operation.prepared.get((facts, name, memory(addresses)))
+    if prepared is None or not prepared.fits(addresses):
+        return None
+    result = prepared.run(tensors, addresses, workspace)
+    _count(operation.name, prepared.implementation)
+    return result
+
+
+def anew(operation: Operation, signature: Signature | None, call: Call, name: str | None) -> Any:
+    """Compute a bound call, and remember how if it has a signature that was not seen before."""
+    if signature is None or operation.written is None or type(name) not in NAMED:
+        return run(operation, call, name)
+    facts, tensors = signature
+    key = facts, name, memory([x.data_ptr() for x in tensors])
+    if key in operation.prepared:
+        return run(operation, call, name)
     with recording() as record, watching() as ran:
         result = run(operation, call, name)
     try:

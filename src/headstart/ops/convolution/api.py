@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from headstart.ops.convolution import spec
+from headstart.ops.convolution.signature import convolution_signature, norm_signature
 from headstart.ops.convolution.spec import Convolution
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
@@ -79,18 +81,13 @@ def causal_conv1d(
     >>> y.flatten().tolist(), history.tolist()
     ([1.0, 12.0, 23.0], [[[3.0]]])
     """
-    call = spec.bind(
-        x,
-        weight,
-        bias,
-        schedule=schedule,
-        state=state,
-        snapshots=snapshots,
-        return_state=return_state,
-        activation=activation,
-        out=out,
-    )
-    return dispatch.run(_CONVOLUTION, call, implementation)
+    arguments = x, weight, bias, schedule, state, snapshots, return_state, activation, out
+    seen = convolution_signature(*arguments)
+    if seen is not None:
+        result = dispatch.again(_CONVOLUTION, seen, implementation)
+        if result is not None:
+            return result
+    return dispatch.anew(_CONVOLUTION, seen, spec.bind(*arguments), implementation)
 
 
 def rms_norm_gated(
@@ -129,8 +126,13 @@ def rms_norm_gated(
     >>> rms_norm_gated(x, torch.full((2,), 2.5**0.5), gate, eps=0.0, activation="sigmoid")
     tensor([[ 0.6708, -0.8944]])
     """
+    seen = norm_signature(x, weight, gate, eps, activation)
+    if seen is not None:
+        result = dispatch.again(_NORM, seen, implementation)
+        if result is not None:
+            return result
     call = spec.bind_norm(x, weight, gate, eps, activation)
-    return dispatch.run(_NORM, call, implementation)
+    return dispatch.anew(_NORM, seen, call, implementation)
 
 
 _HERE = "headstart.ops.convolution"
@@ -144,6 +146,7 @@ _CONVOLUTION = dispatch.register(
             "reference": f"{_HERE}.reference:CONVOLUTION",
         },
         function=causal_conv1d,
+        written=operator.attrgetter("written"),
     )
 )
 _NORM = dispatch.register(
@@ -156,5 +159,6 @@ _NORM = dispatch.register(
             "reference": f"{_HERE}.reference:NORM",
         },
         function=rms_norm_gated,
+        written=operator.attrgetter("written"),
     )
 )

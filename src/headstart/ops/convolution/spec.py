@@ -83,6 +83,12 @@ class ConvolutionCall:
         """Inputs that one output sees."""
         return self.weight.shape[1]
 
+    @property
+    def written(self) -> tuple[int, int, int]:
+        """Rows of y, new histories and snapshots that kernels write: all of them."""
+        step = self.schedule
+        return self.x.shape[0], step.slot_count(step.N, 0), step.slot_count(step.M, 2)
+
 
 @dataclass(frozen=True, eq=False)
 class GatedNormCall:
@@ -98,6 +104,11 @@ class GatedNormCall:
     def device(self) -> torch.device:
         """Device of all tensors."""
         return self.x.device
+
+    @property
+    def written(self) -> tuple[int]:
+        """Rows of the result that kernels write: all of them."""
+        return (self.x.shape[0],)
 
 
 def bind(

@@ -105,13 +105,19 @@ def gated_delta_rule(
     tensor([[[[3.],
               [5.]]]])
     """
-    arguments = (
+    seen = signature(
         q, k, v, g, beta, schedule, state, gate, snapshots, return_state, scale, qk_l2norm,
         reproducible, workspace, out,
     )  # fmt: skip
-    return dispatch.steadily(
-        _CHUNKED, signature(*arguments), lambda: spec.bind(*arguments), implementation, workspace
-    )
+    if seen is not None:
+        result = dispatch.again(_CHUNKED, seen, implementation, workspace)
+        if result is not None:
+            return result
+    call = spec.bind(
+        q, k, v, g, beta, schedule, state, gate, snapshots, return_state, scale, qk_l2norm,
+        reproducible, workspace, out,
+    )  # fmt: skip
+    return dispatch.anew(_CHUNKED, seen, call, implementation)
 
 
 def recurrent_gated_delta_rule(
@@ -140,16 +146,18 @@ def recurrent_gated_delta_rule(
     >>> float(headstart.recurrent_gated_delta_rule(q, q, 2 * q, None, None).o)
     2.0
     """
-    arguments = (
-        q, k, v, g, beta, schedule, state, gate, return_state, scale, qk_l2norm, workspace, out,
-    )  # fmt: skip
     seen = signature(
         q, k, v, g, beta, schedule, state, gate, None, return_state, scale, qk_l2norm, False,
         workspace, out,
     )  # fmt: skip
-    return dispatch.steadily(
-        _RECURRENT, seen, lambda: _bind_recurrent(*arguments), implementation, workspace
+    if seen is not None:
+        result = dispatch.again(_RECURRENT, seen, implementation, workspace)
+        if result is not None:
+            return result
+    call = _bind_recurrent(
+        q, k, v, g, beta, schedule, state, gate, return_state, scale, qk_l2norm, workspace, out
     )
+    return dispatch.anew(_RECURRENT, seen, call, implementation)
 
 
 def _bind_recurrent(

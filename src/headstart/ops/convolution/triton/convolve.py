@@ -27,7 +27,7 @@ from headstart.ops.convolution.spec import Convolution, ConvolutionCall
 from headstart.ops.convolution.triton.step_table import entries, step_table, tiles
 from headstart.ops.gated_delta_rule.cache import CacheSlots, DeltaCache
 from headstart.ops.gated_delta_rule.pool import Pool
-from headstart.runtime.launcher import current, device_ints, interpreted, processors
+from headstart.runtime.launcher import current, device_ints, interpreted, processors, start
 
 NOWHERE, PLAIN, RING = 0, 1, 2
 """Where histories lie: not kept; [S, width - 1, channels]; a ring of a cache, by position."""
@@ -383,18 +383,18 @@ def convolve(call: ConvolutionCall, config: Config | None = None, rows: int = 0)
     bias = None if call.bias is None else call.bias.contiguous()
     cut = tiles(call.schedule, x.shape[0], rows)
     grid = (cut + (room if kept.kind else 0), blocks)
+    given = (
+        x, call.weight, bias, y, call.schedule.on_device(step_table),
+        old.memory, read, present, new.memory, write, old.first, old.end,
+        kept.memory, places, kept.first, kept.end,
+        x.shape[0], count, room, rows, cut, call.channels,
+        x.stride(0), y.stride(0), *call.weight.stride(),
+        *old.strides, old.columns, *new.strides, *old.bounds,
+        *kept.strides, kept.columns, *kept.bounds,
+        call.width, call.activation is not None, old.kind, new.kind, kept.kind,
+        config.channels, config.unroll,
+    )  # fmt: skip
+    arguments = dict(zip(convolve_kernel.arg_names, given, strict=True))
     with current(x.device):
-        convolve_kernel[grid](
-            x, call.weight, bias, y, call.schedule.on_device(step_table),
-            old.memory, read, present, new.memory, write, old.first, old.end,
-            kept.memory, places, kept.first, kept.end,
-            x.shape[0], count, room, rows, cut, call.channels,
-            x.stride(0), y.stride(0), *call.weight.stride(),
-            *old.strides, old.columns, *new.strides, *old.bounds,
-            *kept.strides, kept.columns, *kept.bounds,
-            WIDTH=call.width, SILU=call.activation is not None,
-            OLD=old.kind, NEW=new.kind, KEPT=kept.kind,
-            BC=config.channels, UNROLL=config.unroll,
-            num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        start(convolve_kernel, grid, arguments, num_warps=config.num_warps, enable_fp_fusion=False)
     return Convolution(deliver(call, y), fresh, snapshots)

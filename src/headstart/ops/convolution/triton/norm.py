@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from headstart.ops.convolution.spec import GatedNormCall, three_dimensions
-from headstart.runtime.launcher import current
+from headstart.runtime.launcher import current, start
 
 BLOCK = 16
 """Elements that strides are multiples of where rows are."""
@@ -75,13 +75,14 @@ def norm(call: GatedNormCall, config: Config | None = None) -> torch.Tensor:
     x, gate = (_loadable(three_dimensions(tensor), unit) for tensor in (call.x, call.gate))
     count, inner = x.shape[0] * x.shape[1], x.shape[1]
     strides = [stride // unit for tensor in (x, gate) for stride in tensor.stride()[:2]]
+    given = (
+        x, call.weight.contiguous(), gate, y, call.eps, count, inner, size, *strides,
+        call.activation == "silu", unit, config.rows, triton.next_power_of_2(size),
+    )  # fmt: skip
+    arguments = dict(zip(norm_kernel.arg_names, given, strict=True))
+    grid = (triton.cdiv(count, config.rows),)
     with current(x.device):
-        norm_kernel[triton.cdiv(count, config.rows),](
-            x, call.weight.contiguous(), gate, y, call.eps, count, inner, size, *strides,
-            SILU=call.activation == "silu", UNIT=unit, BR=config.rows,
-            BD=triton.next_power_of_2(size),
-            num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        start(norm_kernel, grid, arguments, num_warps=config.num_warps, enable_fp_fusion=False)
     return y
 
 
