@@ -100,18 +100,11 @@ CALLS = {
 def test_what_a_call_launches_compiles(monkeypatch, name):
     found = []
 
-    class Launched:
-        arg_names, params = hopper.scan_kernel.arg_names, hopper.scan_kernel.params
+    def compile(kernel, grid, given, **options):
+        found.append(compiled(kernel, given, **options))
 
-        def __getitem__(self, grid):
-            return self.compile
-
-        def compile(self, num_warps, maxnreg, **arguments):
-            found.append(compiled(kernel, arguments, num_warps=num_warps, maxnreg=maxnreg))
-
-    kernel = hopper.scan_kernel
     monkeypatch.setattr(launch, "start", lambda *a, **k: None)
-    monkeypatch.setattr(hopper, "scan_kernel", Launched())
+    monkeypatch.setattr(hopper, "start", compile)
     tensors, options = CALLS[name]()
     arguments = dict.fromkeys(("schedule", "state", "snapshots", "scale", "reproducible"))
     arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}

@@ -1,4 +1,4 @@
-"""The Hopper scan after the passes that both GPU implementations share."""
+"""The Hopper kernels, after the decays that both GPU implementations share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.ops.gated_delta_rule.passes.launch import Given, launch
 from headstart.ops.gated_delta_rule.passes.scratch import Plan, aligned_rows
@@ -19,7 +20,7 @@ from headstart.ops.gated_delta_rule.steps import sequence_steps
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
-from headstart.runtime.launcher import start
+from headstart.runtime.launcher import processors, start
 
 SIZES = (128, 128)
 """The one (K, V) that the scan is written for."""
@@ -27,8 +28,14 @@ COLUMNS = 64
 """Columns of V that one program holds: rows of the smallest product of a warp group."""
 STAGES = 3
 """Chunks in shared memory: what 227 KiB hold."""
-REGISTERS = 255
-"""A thread may take what eight warps leave it; the copying warp gives its own away."""
+REGISTERS = 168
+"""That each thread starts with: what twelve warps leave it. Warps that only copy, or that have
+nothing to do, give their own to those that compute."""
+PREPARE_REGISTERS = 168
+"""Three programs of the pass before on a multiprocessor."""
+STEP, WAITING_STEP, TILE, START = 1.16, 1.35, 2.4, 12.0
+"""Microseconds on one H200: a chunk in the scan; the same where it waits for tiles made meanwhile;
+preparing a tile, of one processor; until the first tile is there and the last chunk through."""
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -71,7 +78,7 @@ def run(call: GatedDeltaCall) -> GatedDelta:
     plan = Plan.of(call, edges=True)
     if plan.facts.sequences:
         o = stores.o if aligned_rows(stores.o) else _packed(stores.o)
-        launch(call, replace(stores, o=o), plan, _scan)
+        launch(call, replace(stores, o=o), plan, _scan, _prepare)
         if o is not stores.o:
             tokens = call.schedule.T
             stores.o[:tokens].copy_(o[:tokens])
@@ -86,21 +93,60 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def _preparers(given: Given) -> int:
+    """Processors that prepare chunks beside a scan that leaves them free; 0: a launch before it."""
+    HV, chunks = given["HV"], given["last_item"] - given["first_item"]
+    there = processors(given["q"].device)
+    left = there - given["V"] // COLUMNS * HV * given["N"]
+    # Chunks are prepared sequence after sequence: more than one would wait for each other.
+    if given["N"] > 1 or left <= 0:
+        return 0
+    meanwhile = START + chunks * max(WAITING_STEP, TILE * HV / left)
+    return left if meanwhile < chunks * (STEP + TILE * HV / there) else 0
+
+
+def _rows(given: Given) -> Given:
+    """Descriptors of what both kernels read, and what is fixed for both."""
+    T = given["T"]
+    # A call without tokens may still fold a tail: then nothing is read from q, k and v.
+    q, k, v = (given[name] if given["q"].shape[0] else T for name in "qkv")
+    return {
+        "q_rows": _described(q, given["K"]), "k_rows": _described(k, given["K"]),
+        "v_rows": _described(v, COLUMNS),
+        "T": _described(T, CHUNK), "P": _described(given["P"], CHUNK),
+        "T_rows": T, "P_rows": given["P"],
+    }  # fmt: skip
+
+
+def _prepare(given: Given, items: int) -> None:
+    if _preparers(given):
+        return
+    start(
+        prepare_kernel,
+        (given["HV"], items),
+        given | _rows(given),
+        num_warps=4,
+        maxnreg=PREPARE_REGISTERS,
+    )
+
+
 def _scan(given: Given, sequences: int) -> None:
     K, V, HV = given["K"], given["V"], given["HV"]
     T, tiles = given["T"], given["TILES"]
-    # A call without tokens may still fold a tail: then nothing is read from q, k and v.
-    q, k, v, o = (given[name] if given["q"].shape[0] else T for name in ("q", "k", "v", "o"))
-    own: dict[str, Any] = {
-        "T": _described(T, CHUNK), "P": _described(given["P"], CHUNK),
-        "q": _described(given["q_tiles"] if tiles else q, K),
-        "k": _described(given["k_tiles"] if tiles else k, K),
-        "v_rows": _described(v, COLUMNS), "o_rows": _described(o, COLUMNS),
-        "k_edges": _described(T if tiles else given["k_edges"], K),
-        "v_edges": _described(given["v_edges"] if given["CACHED"] else T, COLUMNS),
-        "BV": COLUMNS, "STAGES": STAGES,
+    own = _rows(given)
+    own |= {
+        "q_chunks": _described(given["q_tiles"], K) if tiles else own["q_rows"],
+        "k_chunks": _described(given["k_tiles"], K) if tiles else own["k_rows"],
+        "o_rows": _described(given["o"] if given["q"].shape[0] else T, COLUMNS),
+        "k_edge_tiles": _described(T if tiles else given["k_edges"], K),
+        "v_edge_tiles": _described(given["v_edges"] if given["CACHED"] else T, COLUMNS),
+        "BV": COLUMNS, "STAGES": STAGES, "PREPARERS": _preparers(given),
     }  # fmt: skip
-    grid = (V // COLUMNS, HV, sequences)
+    # A group alone is faster; two, which share their tiles, do more at once.
+    blocks = V // COLUMNS
+    programs = blocks * HV * sequences
+    groups = own["GROUPS"] = 1 if programs <= 3 * processors(given["q"].device) else 2
+    grid = (own["PREPARERS"] + programs // groups,)
     start(scan_kernel, grid, given | own, num_warps=4, maxnreg=REGISTERS)
 
 

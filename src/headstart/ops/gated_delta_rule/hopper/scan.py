@@ -4,11 +4,11 @@
     S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
 
 [Gated Delta Networks, arXiv 2412.06464.] The sums of the portable scan (`triton/scan.py`, which
-says where states, tails and snapshots go), one program per block of V, value head and sequence.
-What is particular: S, transposed [BV, K], and every left operand stay in registers; tiles of k, q,
-v, T and P arrive through the tensor memory accelerator in a ring of STAGES; products are issued
-before earlier ones have ended wherever nothing waits for them, and rows of o leave during the next
-chunk. K and V are whole blocks: nothing is masked by column.
+says where states, tails and snapshots go), one program per GROUPS blocks of V, value head and
+sequence. What is particular: S, transposed [BV, K], and every left operand stay in registers; tiles
+of k, q, v, T and P arrive through the tensor memory accelerator in a ring of STAGES; products are
+issued before earlier ones have ended wherever nothing waits for them, and rows of o leave during
+the next chunk. K and V are whole blocks: nothing is masked by column.
 
 A tile is copied whole, with rows of other sequences in it. Those take no part: in v by a select, in
 o by a masked store, in k because `prepare` keeps such tiles apart, in `k_edges`.
@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from headstart.ops.gated_delta_rule.hopper.prepare import READY, prepare_items, scratch
 
 VARYING = ["first_item", "last_item", "parity"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
@@ -56,12 +58,47 @@ def run_of(sequences, base, n, head, first_item, last_item, HV: gl.constexpr, CA
 
 
 @gluon.jit
+def fence_async_global():
+    """What other processors stored in the ordinary way is seen by later bulk copies."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def ready_until(
+    clean, item, first_item, last, head, key_head, LEAD: gl.constexpr, HV: gl.constexpr
+):
+    """Wait until `item` is prepared; the first of the next 32 that is not yet, at most `last`.
+
+    LEAD: value heads of a key head, if its tiles come with the first of them alone; else 0.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, layout=LANES)
+    tiles = clean + (item - first_item + lanes) * HV
+    there = item + lanes < last
+    nothing = gl.zeros([32], gl.int32, LANES)
+    until = item
+    while until == item:
+        found = gl.atomic_or(tiles + head, nothing, mask=there, sem="acquire", scope="gpu")
+        missing = there & (found < READY)
+        if LEAD > 0:
+            tiles_of_keys = tiles + key_head * LEAD
+            found = gl.atomic_or(tiles_of_keys, nothing, mask=there, sem="acquire", scope="gpu")
+            missing = missing | (there & (found < READY))
+        until = item + gl.min(gl.where(missing, lanes, 32), 0)
+    fence_async_global()
+    return until
+
+
+@gluon.jit
 def copy_tiles(
-    q, k, v, T, P, k_edges, v_edges, from_start, strengths, to_end, clean, sequences, base,
-    read_slots, q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
+    q_chunks, k_chunks, v, T, P, k_edges, v_edges, from_start, strengths, to_end, clean,
+    sequences, base, read_slots, q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
     n, head, block, first_item, last_item, q_head, k_head, v_head,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
-    CACHED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    CACHED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    STREAMED: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, stage after stage."""
     ROWS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -77,6 +114,7 @@ def copy_tiles(
         held = (gl.load(read_slots + n) >= 0) & (start > 0)
         tail_begins = gl.where(held, stands, start)
     key_head = head // (HV // H)
+    until = first
     for item in range(first, last):
         turn = item - first
         stage = turn % STAGES
@@ -85,45 +123,51 @@ def copy_tiles(
         tile = local * HV + head
         source = row + low - start
         edge = 2 * n + gl.where(item > begin, 1, 0)
+        if STREAMED:
+            if item >= until:
+                until = ready_until(
+                    clean, item, first_item, last, head, key_head,
+                    HV // H if HV > H else 0, HV,
+                )  # fmt: skip
         inside = gl.load(from_start + tile * 64 + rows)
         strength = gl.load(strengths + tile * 64 + rows)
         outside = gl.load(to_end + tile * 64 + rows)
-        upper = gl.minimum(gl.load(clean + tile), end - low)
+        first_spoiled = gl.load(clean + tile) - (READY if STREAMED else 0)
+        upper = gl.minimum(first_spoiled, end - low)
         taking_part = gl.where((rows >= tail_begins - low) & (rows < upper), 1.0, 0.0)
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, 64 * (2 * K + BV + 128) * 2)
+        mbarrier.expect(bar, 64 * (2 * K + GROUPS * BV + 128) * 2)
         if TILES:
             key_tile = (local * H + key_head) * 64
-            tma.async_copy_global_to_shared(k, [key_tile, 0], bar, k_ring.index(stage))
+            tma.async_copy_global_to_shared(k_chunks, [key_tile, 0], bar, k_ring.index(stage))
         elif (low < start) | (low + 64 > end):
             edge_tile = (edge * H + key_head) * 64
             tma.async_copy_global_to_shared(k_edges, [edge_tile, 0], bar, k_ring.index(stage))
         else:
             tma.async_copy_global_to_shared(
-                k, [source, key_head * k_head], bar, k_ring.index(stage)
+                k_chunks, [source, key_head * k_head], bar, k_ring.index(stage)
             )
-        if CACHED:
-            if low < start:
-                edge_tile = (edge * HV + head) * 64
-                tma.async_copy_global_to_shared(
-                    v_edges, [edge_tile, block * BV], bar, v_ring.index(stage)
-                )
+        for group in gl.static_range(GROUPS):
+            values = v_ring.index(stage * GROUPS + group)
+            column = (block + group) * BV
+            if CACHED:
+                if low < start:
+                    edge_tile = (edge * HV + head) * 64
+                    tma.async_copy_global_to_shared(v_edges, [edge_tile, column], bar, values)
+                else:
+                    tma.async_copy_global_to_shared(
+                        v, [source, head * v_head + column], bar, values
+                    )
             else:
-                tma.async_copy_global_to_shared(
-                    v, [source, head * v_head + block * BV], bar, v_ring.index(stage)
-                )
-        else:
-            tma.async_copy_global_to_shared(
-                v, [source, head * v_head + block * BV], bar, v_ring.index(stage)
-            )
+                tma.async_copy_global_to_shared(v, [source, head * v_head + column], bar, values)
         tma.async_copy_global_to_shared(T, [tile * 64, 0], bar, T_ring.index(stage))
         if TILES:
             key_tile = (local * H + key_head) * 64
-            tma.async_copy_global_to_shared(q, [key_tile, 0], bar, q_ring.index(stage))
+            tma.async_copy_global_to_shared(q_chunks, [key_tile, 0], bar, q_ring.index(stage))
         else:
             tma.async_copy_global_to_shared(
-                q, [source, key_head * q_head], bar, q_ring.index(stage)
+                q_chunks, [source, key_head * q_head], bar, q_ring.index(stage)
             )
         tma.async_copy_global_to_shared(P, [tile * 64, 0], bar, P_ring.index(stage))
         gate_ring.index(stage * GATES).store(inside)
@@ -166,31 +210,34 @@ def send_rows(
 
 @gluon.jit
 def chain(
-    v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items,
-    old_state, read_slots, present, new_state, write_slots,
-    snapshots, snapshot_slots, snapshot_position, snapshot_end,
-    position, tail_end, tail_k, tail_v, tail_decay, tail_beta,
-    q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, o_tile, full, empty,
-    n, head, block, first_item, last_item, parity, scale,
-    v_token, v_head, o_token, o_head, old_n, old_h, new_n, new_h,
-    snap_n, snap_h, snap_position, position_slot,
-    tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
-    tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+    given, group: gl.constexpr,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
     old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
-    snap_k: gl.constexpr, snap_v: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
-    HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
-    HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, CACHED: gl.constexpr,
-    STAGES: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr,
+    HAS_PRESENT: gl.constexpr, HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr,
+    HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
+    CACHED: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Chunk after chunk: products, outputs, states."""
+    """Chunk after chunk: products, outputs, states of one block of V."""
+    if group >= GROUPS:
+        return
+    (
+        v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items, old_state,
+        read_slots, present, new_state, write_slots, snapshots, snapshot_slots, snapshot_position,
+        snapshot_end, position, tail_end, tail_k, tail_v, tail_decay, tail_beta, q_ring, k_ring,
+        v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, n, head, first_block, first_item,
+        last_item, parity, scale, v_token, v_head, o_token, o_head, old_n, old_h, new_n, new_h,
+        snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head, tail_v_slot,
+        tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+    ) = given  # fmt: skip
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     BY_ROW: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
     BY_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
     dtype: gl.constexpr = k_ring.dtype
+    block = first_block + group
+    o_tile = o_tiles.index(group)
     key_head = head // (HV // H)
     row = gl.load(sequences + n * 8)
     start = gl.load(sequences + n * 8 + 1)
@@ -270,7 +317,7 @@ def chain(
         whole = gl.sum(gl.where(rows == 63, inside, 0.0), 0)
         # Gamma_i0 is NaN from the first row on that is not finite.
         some_left_out = (low < tail_begins) | (low + 64 > end) | (whole != whole)
-        vt = v_ring.index(stage).permute((1, 0)).load(ROW)
+        vt = v_ring.index(stage * GROUPS + group).permute((1, 0)).load(ROW)
         # The branch also keeps what stands above it from sinking below the wait.
         if turn > 0:
             before = low - 64
@@ -395,13 +442,14 @@ def keep_tail(
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def scan_kernel(
-    q, k, v_rows, T, P, o_rows, k_edges, v_edges,
-    v, o, k_tiles, from_start, to_end, log_decays, strengths, clean, base, carry, sequences, items,
+    q_chunks, k_chunks, v_rows, T, P, o_rows, k_edge_tiles, v_edge_tiles, q_rows, k_rows,
+    q, k, v, o, T_rows, P_rows, q_tiles, k_tiles, k_edges, v_edges,
+    sums, from_start, to_end, log_decays, strengths, clean, base, carry, sequences, items, slots,
     old_state, read_slots, present, new_state, write_slots,
     snapshots, snapshot_slots, snapshot_position, snapshot_end,
     position, tail_end, tail_k, tail_v, tail_decay, tail_beta,
     first_item, last_item, parity, scale,
-    q_head, k_head, v_token, v_head, o_token, o_head,
+    q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
     old_n, old_h, new_n, new_h,
     snap_n, snap_h, snap_position, position_slot,
     tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
@@ -412,59 +460,104 @@ def scan_kernel(
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, CACHED: gl.constexpr,
-    TILES: gl.constexpr, STAGES: gl.constexpr,
+    NORMALISE: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    PREPARERS: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v_rows, o_rows, T, P and the edges are descriptors."""
-    block = gl.program_id(0)
-    head = gl.program_id(1)
-    n = gl.program_id(2)
+    """One program per (block, head, sequence), behind PREPARERS that make T and P meanwhile.
+
+    q_chunks .. k_rows are descriptors.
+    """
+    if gl.program_id(0) < PREPARERS:
+        given = (
+            q_rows, k_rows, v_rows, T, P, T_rows, P_rows,
+            q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+            sums, from_start, strengths, clean, base, sequences, items, slots,
+            first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+            tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+        )  # fmt: skip
+        first = gl.program_id(0) * 3
+        count = last_item - first_item
+        a = scratch(q.dtype.element_ty, K)
+        b = scratch(q.dtype.element_ty, K)
+        c = scratch(q.dtype.element_ty, K)
+        gl.thread_barrier()
+        gl.warp_specialize(
+            [
+                (prepare_items, (
+                    given, a, first, PREPARERS * 3, count,
+                    H, HV, K, V, NORMALISE, CACHED, TILES,
+                )),
+                (prepare_items, (
+                    given, b, first + 1, PREPARERS * 3, count,
+                    H, HV, K, V, NORMALISE, CACHED, TILES,
+                )),
+                (prepare_items, (
+                    given, c, first + 2, PREPARERS * 3, count,
+                    H, HV, K, V, NORMALISE, CACHED, TILES,
+                )),
+            ],
+            [4, 4],
+            [168, 168],
+        )  # fmt: skip
+        return
+    program = gl.program_id(0) - PREPARERS
+    block = program % (V // BV // GROUPS) * GROUPS
+    head = program // (V // BV // GROUPS) % HV
+    n = program // (V // BV // GROUPS * HV)
     begin = gl.load(sequences + n * 8 + 4)
     count = gl.load(sequences + n * 8 + 5)
     first = gl.maximum(begin, first_item)
     last = gl.minimum(begin + count, last_item)
     if (first > last) | ((first == last) & (count > 0)):
         return
-    q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 64, K], q.layout)
-    k_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 64, K], k.layout)
-    v_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 64, BV], v_rows.layout)
-    T_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 64, 64], T.layout)
-    P_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 64, 64], P.layout)
-    o_tile = gl.allocate_shared_memory(q.dtype, [64, BV], o_rows.layout)
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, K], q_chunks.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k_chunks.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, BV], v_rows.layout)
+    T_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], T.layout)
+    P_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], P.layout)
+    o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, BV], o_rows.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gate_ring = gl.allocate_shared_memory(gl.float32, [STAGES * GATES, 64], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     gl.thread_barrier()
+    given = (
+        v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items, old_state,
+        read_slots, present, new_state, write_slots, snapshots, snapshot_slots, snapshot_position,
+        snapshot_end, position, tail_end, tail_k, tail_v, tail_decay, tail_beta, q_ring, k_ring,
+        v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, n, head, block, first_item,
+        last_item, parity, scale, v_token, v_head, o_token, o_head, old_n, old_h, new_n, new_h,
+        snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head, tail_v_slot,
+        tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (chain, (
-                v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items,
-                old_state, read_slots, present, new_state, write_slots,
-                snapshots, snapshot_slots, snapshot_position, snapshot_end,
-                position, tail_end, tail_k, tail_v, tail_decay, tail_beta,
-                q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, o_tile, full, empty,
-                n, head, block, first_item, last_item, parity, scale,
-                v_token, v_head, o_token, o_head,
-                old_n, old_h, new_n, new_h,
-                snap_n, snap_h, snap_position, position_slot,
-                tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
-                tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-                H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
-                HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE,
-                HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, STAGES,
+                given, 0,
+                H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_STATE, HAS_READ,
+                HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS,
+                SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
+            )),
+            (chain, (
+                given, 1,
+                H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_STATE, HAS_READ,
+                HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS,
+                SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
             )),
             (copy_tiles, (
-                q, k, v_rows, T, P, k_edges, v_edges, from_start, strengths, to_end, clean,
-                sequences, base, read_slots, q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring,
-                full, empty,
-                n, head, block, first_item, last_item, q_head, k_head, v_head,
-                H, HV, K, BV, CACHED, TILES, STAGES,
+                q_chunks, k_chunks, v_rows, T, P, k_edge_tiles, v_edge_tiles,
+                from_start, strengths, to_end, clean, sequences, base, read_slots,
+                q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring,
+                full, empty, n, head, block, first_item, last_item, q_head, k_head, v_head, H, HV,
+                K, BV, CACHED, TILES, STAGES, GROUPS,
+                PREPARERS > 0,
             )),
         ],
-        [1],
-        [24],
+        [4, 1],
+        [240, 24] if GROUPS == 2 else [24, 96],
     )  # fmt: skip

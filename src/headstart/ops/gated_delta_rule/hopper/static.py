@@ -1,76 +1,121 @@
-"""The configurations of the Hopper scan, for inspection without a GPU."""
+"""The configurations of the Hopper kernels, for inspection without a GPU."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from headstart.ops.gated_delta_rule.hopper.call import COLUMNS, REGISTERS, STAGES
+from headstart.ops.gated_delta_rule.hopper.call import (
+    COLUMNS,
+    PREPARE_REGISTERS,
+    REGISTERS,
+    STAGES,
+)
+from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.runtime.static import StaticKernel, Target
 
-DESCRIBED = {"q": 128, "k": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64, "k_edges": 128,
-             "v_edges": 64}  # fmt: skip
-ROWS = {"v", "o", "k_tiles", "tail_k", "tail_v"}
-FLOATS = {"from_start", "to_end", "log_decays", "strengths", "carry", "old_state", "new_state",
-          "snapshots", "tail_decay", "tail_beta"}  # fmt: skip
-INTEGERS = {"clean", "base", "sequences", "items", "read_slots", "write_slots", "snapshot_slots",
-            "snapshot_position", "snapshot_end", "position", "tail_end"}  # fmt: skip
+SCAN = {"q_chunks": 128, "k_chunks": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64,
+        "k_edge_tiles": 128, "v_edge_tiles": 64, "q_rows": 128, "k_rows": 128}  # fmt: skip
+PREPARE = {"q_rows": 128, "k_rows": 128, "v_rows": 64, "T": 64, "P": 64}
+"""Arguments that are descriptors -> columns of their blocks."""
+ROWS = {
+    "q",
+    "k",
+    "v",
+    "o",
+    "q_tiles",
+    "k_tiles",
+    "k_edges",
+    "v_edges",
+    "T_rows",
+    "P_rows",
+    "tail_k",
+    "tail_v",
+}
+FLOATS = {"from_start", "to_end", "sums", "log_decays", "strengths", "carry", "old_state",
+          "new_state", "snapshots", "tail_decay", "tail_beta"}  # fmt: skip
+INTEGERS = {"clean", "base", "sequences", "items", "slots", "read_slots", "write_slots",
+            "snapshot_slots", "snapshot_position", "snapshot_end", "position",
+            "tail_end"}  # fmt: skip
 ODD = {"first_item", "last_item", "parity", "tail_rows"}
 
 
 def kernels(target: Target) -> list[StaticKernel]:
-    """The scan in both dtypes, plain and with a cache; on Hopper alone."""
+    """Both kernels in both dtypes, plain and with a cache; on Hopper alone."""
     if target.name != "cuda:90":
         return []
     found = []
-    for name, dtype in (("bf16", gl.bfloat16), ("fp16", gl.float16)):
-        for cached in (False, True):
-            constexprs: dict[str, Any] = {
-                "H": 16, "HV": 32, "K": 128, "V": 128, "BV": COLUMNS, "STAGES": STAGES,
+    sizes = {"H": 16, "HV": 32, "K": 128, "V": 128}
+    for (kind, dtype), cached in itertools.product(
+        (("bf16", gl.bfloat16), ("fp16", gl.float16)), (False, True)
+    ):
+        suffix = f"{kind}{'-cache' if cached else ''}"
+        common: dict[str, Any] = {**sizes, "CACHED": cached, "TILES": cached}
+        own = {**common, "NORMALISE": cached}
+        name = f"prepare_hopper-K128-V128-{suffix}"
+        options = {"maxnreg": PREPARE_REGISTERS}
+        found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
+        for groups, preparers in ((1, 0), (2, 0), (1, 68)):
+            own = common | {
+                "BV": COLUMNS, "STAGES": STAGES, "GROUPS": groups, "PREPARERS": preparers,
+                "NORMALISE": cached,
                 "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
-                "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "CACHED": cached,
-                "TILES": cached, "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1,
-                "snap_k": 128, "snap_v": 1,
+                "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
+                "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1, "snap_k": 128, "snap_v": 1,
             }  # fmt: skip
-            signature, attrs = {}, {}
-            for argument in scan_kernel.arg_names:
-                if argument in constexprs:
-                    continue
-                if argument in DESCRIBED:
-                    block = [64, DESCRIBED[argument]]
-                    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-                    signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
-                elif argument in ROWS:
-                    signature[argument] = f"*{name}"
-                elif argument in FLOATS:
-                    signature[argument] = "*fp32"
-                elif argument in INTEGERS:
-                    signature[argument] = "*i32"
-                elif argument == "present":
-                    signature[argument] = "*i1"
-                elif argument == "scale":
-                    signature[argument] = "fp32"
-                else:
-                    signature[argument] = "i32"
-                    if argument not in ODD and "position" not in argument:
-                        attrs[argument] = 16
-                if signature[argument].startswith("*"):
-                    attrs[argument] = 16
-            found.append(
-                StaticKernel(
-                    name=f"scan_hopper-K128-V128-{name}{'-cache' if cached else ''}",
-                    fn=scan_kernel,
-                    signature=signature,
-                    constexprs=constexprs,
-                    num_warps=4,
-                    num_stages=3,
-                    has_product=True,
-                    targets=("cuda:90",),
-                    attrs=attrs,
-                    options={"maxnreg": REGISTERS},
-                )
-            )
+            kind_of = "streamed" if preparers else f"{groups}x64"
+            name = f"scan_hopper-K128-V128-{kind_of}-{suffix}"
+            options = {"maxnreg": REGISTERS}
+            found.append(_kernel(name, scan_kernel, SCAN, own, kind, dtype, options))
     return found
+
+
+def _kernel(
+    name: str,
+    fn: Any,
+    described: dict[str, int],
+    constexprs: dict[str, Any],
+    kind: str,
+    dtype: Any,
+    options: dict[str, Any],
+) -> StaticKernel:
+    signature, attrs = {}, {}
+    for argument in fn.arg_names:
+        if argument in constexprs:
+            continue
+        if argument in described:
+            block = [64, described[argument]]
+            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            signature[argument] = f"tensordesc<{kind}{block},{layout!r}>"
+        elif argument in ROWS:
+            signature[argument] = f"*{kind}"
+        elif argument in FLOATS:
+            signature[argument] = "*fp32"
+        elif argument in INTEGERS:
+            signature[argument] = "*i32"
+        elif argument == "present":
+            signature[argument] = "*i1"
+        elif argument == "scale":
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = "i32"
+            if argument not in ODD and "position" not in argument:
+                attrs[argument] = 16
+        if signature[argument].startswith("*"):
+            attrs[argument] = 16
+    return StaticKernel(
+        name=name,
+        fn=fn,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=4,
+        num_stages=3,
+        has_product=True,
+        targets=("cuda:90",),
+        attrs=attrs,
+        options=options,
+    )

@@ -46,28 +46,44 @@ Given = dict[str, Any]
 
 
 def launch(
-    call: GatedDeltaCall, stores: Stores, plan: Plan, scan: Callable[[Given, int], None]
+    call: GatedDeltaCall,
+    stores: Stores,
+    plan: Plan,
+    scan: Callable[[Given, int], None],
+    prepare: Callable[[Given, int], None] | None = None,
 ) -> None:
-    """Launch the passes of every span; `scan(given, sequences)` launches the last one."""
+    """Launch the passes of every span: decays, prepare, scan.
+
+    scan: launches the last one, scan(given, sequences). prepare: launches another in place of the
+    portable one where a head has one decay, prepare(given, items).
+    """
     with current(call.device):
         given = _arguments(call, stores, plan) | state_arguments(call, stores)
         for parity, (first, last) in enumerate(plan.spans):
             given |= {"first_item": first, "last_item": last, "parity": parity % 2}
             if last > first:
-                _prepare(call, given, last - first)
+                _before_state(call, given, last - first, prepare or _prepare)
             scan(given, plan.facts.sequences)
 
 
-def _prepare(call: GatedDeltaCall, given: Given, items: int) -> None:
-    H, HV, _, _ = call.sizes
-    target = target_of(call.device, INTERPRETED_AS)
+def _before_state(
+    call: GatedDeltaCall, given: Given, items: int, prepare: Callable[[Given, int], None]
+) -> None:
+    HV = given["HV"]
     if call.per_channel:
+        target = target_of(call.device, INTERPRETED_AS)
         blocks = channel_configuration(call.q.dtype, target.backend, target.warp_size)
         start(prepare_channels_kernel, (HV, items), given | {"BC": blocks.BC}, blocks.warps)
         return
     start(decays_kernel, (-(-HV // DECAY_HEADS), items), given, DECAY_HEADS // 2)
-    config = prepare_configuration(call.q.dtype, target)
-    together = heads_together(H, HV, items, processors(call.device))
+    prepare(given, items)
+
+
+def _prepare(given: Given, items: int) -> None:
+    q, H, HV = given["q"], given["H"], given["HV"]
+    target = target_of(q.device, INTERPRETED_AS)
+    config = prepare_configuration(q.dtype, target)
+    together = heads_together(H, HV, items, processors(q.device))
     own = {
         "BC": min(config.BC, given["BK"], given["BV"]), "together": together,
         "DESCRIBED": reads_descriptors(target),
@@ -103,7 +119,7 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
         "carry",
     )  # fmt: skip
     return step_arguments(call, stores.o) | {
-        "sequences": plan.table.sequences, "items": plan.table.items,
+        "sequences": plan.table.sequences, "items": plan.table.items, "N": plan.facts.sequences,
         "TILES": plan.facts.tiles, "EDGES": plan.facts.edges, "BH": DECAY_HEADS,
         **{name: scratch.get(name, call.q) for name in names},
     }  # fmt: skip

@@ -1,0 +1,445 @@
+"""What a chunk needs before its state is known, for NVIDIA Hopper: T and P of each value head.
+
+    A = strict_lower(beta_i (k_i . k_j) Gamma_ij)    T = (I + A)^-1
+    P = scale tril((q_i . k_j) Gamma_ij)
+
+[Gated Delta Networks, arXiv 2412.06464.] The definitions, the treatment of rows that are not finite
+and what is stored are those of the portable pass (`passes/prepare.py`). What is particular: chunks
+that lie whole in the call's rows arrive through the tensor memory accelerator, and T is found
+without full products. With 16 rows a warp and A, T in blocks of 16 x 16,
+
+    D_x = (I + A_xx)^-1    T_ww = D_w    T_wx = -(sum over x < y <= w of T_wy A_yx) D_x
+
+so a warp computes its own rows of T from right to left and waits for no other; D_w by block
+substitution T <- T - T M T as in `passes/inverse.py`, a warp for itself. Whether a row of v is
+finite is what its product with zeros says.
+"""
+
+# Kernels are written in Gluon, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+VARYING = ["first_item"]
+SLOTS = ["slots"]
+TAME = gl.constexpr(4.0)
+"""Up to this beta |k|^2 no row of T can grow beyond a bound."""
+READY = gl.constexpr(128)
+"""Is added to `clean` of a tile once a scan that waits may read it."""
+MOST = gl.constexpr(6e4)
+"""What an operand in float16 may hold."""
+
+
+@gluon.jit
+def operand(x, layout: gl.constexpr, WILD: gl.constexpr):
+    """x in float16 for a product; in a wild chunk what float16 cannot hold, and NaN, is a bound."""
+    if WILD:
+        x = gl.where(gl.abs(x) < MOST, x, MOST)
+    return gl.convert_layout(x.to(gl.float16), layout)
+
+
+@gluon.jit
+def quarters(x):
+    """The four blocks of 16 columns of x [64, 64]."""
+    x = x.reshape([64, 2, 2, 16]).permute((0, 3, 2, 1))
+    left, right = gl.split(x)
+    a, b = gl.split(left)
+    c, d = gl.split(right)
+    return a, b, c, d
+
+
+@gluon.jit
+def beside(x, y):
+    """[x, y] of two tensors with as many columns."""
+    return gl.join(x, y).permute((0, 2, 1)).reshape([64, 2 * x.shape[1]])
+
+
+@gluon.jit
+def diagonal_inverse(A, WILD: gl.constexpr):
+    """(I + A_w)^-1 of four strictly lower triangular A_w [16, 16], one below the other [64, 16]."""
+    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, BLOCK, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, BLOCK, 2)
+    outer: gl.constexpr = A.type.layout
+    a = gl.convert_layout(A.reshape([4, 16, 16]), BLOCK)
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCK)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCK)))[None, None, :]
+    # Rows i and j lie in neighbouring blocks of 2^n rows iff the top bit of i ^ j is bit n.
+    T = gl.where((i ^ j) == 0, 1.0, 0.0) - gl.where((i ^ j) == 1, a, 0.0)
+    m = operand(a, RIGHT, WILD)
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
+    nothing = gl.zeros([4, 16, 16], gl.float32, BLOCK)
+    for level in gl.static_range(1, 4):
+        M = gl.where(((i ^ j) >> level) == 1, m, 0.0)
+        inner = mma_v2(operand(T, LEFT, WILD), M, nothing)
+        T = mma_v2(operand(-inner, LEFT, WILD), operand(T, RIGHT, WILD), T)
+    return gl.convert_layout(T.reshape([64, 16]), outer)
+
+
+@gluon.jit
+def unit_lower_inverse(A, a_blocks, d_block, WILD: gl.constexpr):
+    """(I + A)^-1 of A [64, 64]; a_blocks, d_block: shared memory for blocks of A and D."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ROW, 2)
+    a0, a1, a2, a3 = quarters(A)
+    a0 = gl.convert_layout(a0, ROW)
+    a1 = gl.convert_layout(a1, ROW)
+    a2 = gl.convert_layout(a2, ROW)
+    a3 = gl.convert_layout(a3, ROW)
+    own = (gl.arange(0, 64, layout=gl.SliceLayout(1, ROW)) // 16)[:, None]
+    on = gl.where(own == 0, a0, gl.where(own == 1, a1, gl.where(own == 2, a2, a3)))
+    D = diagonal_inverse(on, WILD)
+    a_blocks.index(0).store(operand(-a0, ROW, WILD))
+    a_blocks.index(1).store(operand(-a1, ROW, WILD))
+    a_blocks.index(2).store(operand(-a2, ROW, WILD))
+    d_block.store(operand(D, ROW, WILD))
+    nothing = gl.zeros([64, 16], gl.float32, ROW)
+    T3 = gl.where(own == 3, D, 0.0)
+    left = operand(T3, LEFT, WILD)
+    r0 = mma_v2(left, a_blocks.index(0).slice(48, 16).load(RIGHT), nothing)
+    r1 = mma_v2(left, a_blocks.index(1).slice(48, 16).load(RIGHT), nothing)
+    r2 = mma_v2(left, a_blocks.index(2).slice(48, 16).load(RIGHT), nothing)
+    T2 = mma_v2(
+        operand(r2, LEFT, WILD), d_block.slice(32, 16).load(RIGHT), gl.where(own == 2, D, 0.0)
+    )
+    left = operand(T2, LEFT, WILD)
+    r1 = mma_v2(left, a_blocks.index(1).slice(32, 16).load(RIGHT), r1)
+    r0 = mma_v2(left, a_blocks.index(0).slice(32, 16).load(RIGHT), r0)
+    T1 = mma_v2(
+        operand(r1, LEFT, WILD), d_block.slice(16, 16).load(RIGHT), gl.where(own == 1, D, 0.0)
+    )
+    left = operand(T1, LEFT, WILD)
+    r0 = mma_v2(left, a_blocks.index(0).slice(16, 16).load(RIGHT), r0)
+    T0 = mma_v2(
+        operand(r0, LEFT, WILD), d_block.slice(0, 16).load(RIGHT), gl.where(own == 0, D, 0.0)
+    )
+    return beside(beside(T0, T1), beside(T2, T3))
+
+
+@gluon.jit
+def inverse_norms(x):
+    """rsqrt(sum(x^2) + 1e-6) of the rows of x."""
+    x = x.to(gl.float32)
+    return gl.rsqrt(gl.sum(x * x, 1) + 1e-6)
+
+
+@gluon.jit
+def gather_keys(
+    q, k, q_tiles, k_tiles, k_edges, tail_k, q_tile, k_tile, source, low, start, end, held, stands,
+    slot, local, edge, head, key_head, q_token, q_head, k_token, k_head,
+    tail_k_slot, tail_k_head, tail_rows, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Rows of q and k, those of a tail included, to shared memory and to the scan's tiles."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    dtype: gl.constexpr = k.dtype.element_ty
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+    columns = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
+    at = low + rows
+    new = ((at >= start) & (at < end))[:, None]
+    first_row = source.to(gl.int64)
+    kk = k + first_row * k_token + key_head * k_head
+    kk = gl.load(kk + rows[:, None] * k_token + columns[None, :], mask=new, other=0.0)
+    qq = q + first_row * q_token + key_head * q_head
+    qq = gl.load(qq + rows[:, None] * q_token + columns[None, :], mask=new, other=0.0)
+    if NORMALISE:
+        kk = (kk.to(gl.float32) * inverse_norms(kk)[:, None]).to(dtype)
+        qq = (qq.to(gl.float32) * inverse_norms(qq)[:, None]).to(dtype)
+    if CACHED:
+        old = (held & (at >= stands) & (at < start))[:, None]
+        kept = tail_k + slot * tail_k_slot + key_head * tail_k_head
+        kept += (at % tail_rows)[:, None] * K + columns[None, :]
+        kk = gl.where(old, gl.load(kept, mask=old, other=0.0), kk)
+    k_tile.store(kk)
+    q_tile.store(qq)
+    lines = rows[:, None] * K + columns[None, :]
+    if head % (HV // H) == 0:
+        if TILES:
+            tile = (local * H + key_head).to(gl.int64) * (64 * K)
+            gl.store(k_tiles + tile + lines, kk)
+            gl.store(q_tiles + tile + lines, qq)
+        else:
+            gl.store(k_edges + (edge * H + key_head) * (64 * K) + lines, kk)
+
+
+@gluon.jit
+def gather_values(
+    v, v_edges, tail_v, v_tile, first_column: gl.constexpr, source, low, start, end, held, stands,
+    slot, edge, head, v_token, v_head, tail_v_slot, tail_v_head, tail_rows,
+    HV: gl.constexpr, V: gl.constexpr, CACHED: gl.constexpr,
+):  # fmt: skip
+    """64 columns of v's rows, those of a tail included, to shared memory, and to v_edges."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+    columns = first_column + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    at = low + rows
+    new = ((at >= start) & (at < end))[:, None]
+    vv = v + source.to(gl.int64) * v_token + head * v_head
+    vv = gl.load(vv + rows[:, None] * v_token + columns[None, :], mask=new, other=0.0)
+    if CACHED:
+        old = (held & (at >= stands) & (at < start))[:, None]
+        kept = tail_v + slot * tail_v_slot + head * tail_v_head
+        kept += (at % tail_rows)[:, None] * V + columns[None, :]
+        vv = gl.where(old, gl.load(kept, mask=old, other=0.0), vv)
+        if low < start:
+            lines = rows[:, None] * V + columns[None, :]
+            gl.store(v_edges + (edge * HV + head) * (64 * V) + lines, vv)
+    v_tile.store(vv)
+
+
+@gluon.jit
+def least_and_most(a, b, c, d):
+    """How a minimum and a maximum are reduced at once."""
+    return gl.minimum(a, c), gl.maximum(b, d)
+
+
+@gluon.jit
+def scratch(dtype: gl.constexpr, K: gl.constexpr):
+    """Shared memory of whoever prepares one chunk at a time."""
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
+    BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    q_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
+    k_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
+    # Columns of v, and later P and T.
+    halves = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
+    zeros = gl.allocate_shared_memory(dtype, [8, 64], FLAT)
+    a_blocks = gl.allocate_shared_memory(gl.float16, [3, 64, 16], BLOCKS)
+    d_block = gl.allocate_shared_memory(gl.float16, [64, 16], BLOCKS)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    zeros.store(gl.zeros([8, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+    fence_async_shared()
+    return q_tile, k_tile, halves, zeros, a_blocks, d_block, bar
+
+
+@gluon.jit
+def prepare_item(
+    given, shared, local, head, phase,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr, STREAMED: gl.constexpr,
+):  # fmt: skip
+    """T and P of an item's head; the phase of the barrier in `shared` after it.
+
+    STREAMED: a scan waits for them, see READY.
+    """
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    (
+        q_rows, k_rows, v_rows, T, P, T_rows, P_rows,
+        q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+        sums, from_start, strengths, clean, base, sequences, items, slots,
+        first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+    ) = given  # fmt: skip
+    q_tile, k_tile, halves, zeros, a_blocks, d_block, bar = shared
+    dtype: gl.constexpr = k.dtype.element_ty
+    item = first_item + local
+    key_head = head // (HV // H)
+    tile = local * HV + head
+    square = tile.to(gl.int64) * 64
+    two = square + (local * HV).to(gl.int64) * 64
+    n = gl.load(items + item * 3)
+    low = gl.load(items + item * 3 + 1)
+    row = gl.load(sequences + n * 8)
+    start = gl.load(sequences + n * 8 + 1)
+    end = start + gl.load(sequences + n * 8 + 2)
+    begin = gl.load(sequences + n * 8 + 4)
+    source = row + low - start
+    held = False
+    slot = gl.to_tensor(0).to(gl.int64)
+    stands = start
+    if CACHED:
+        slot = gl.load(slots + n).to(gl.int64)
+        held = (slot >= 0) & (start > 0)
+        slot = gl.maximum(slot, 0)
+        stands = gl.load(base + n * HV + head)
+    whole = (low >= start) & (low + 64 <= end)
+    edge = (2 * n + gl.where(item > begin, 1, 0)).to(gl.int64)
+
+    if whole:
+        bytes: gl.constexpr = 64 * (V + (0 if TILES else 2 * K)) * 2
+        mbarrier.expect(bar, bytes)
+        if not TILES:
+            tma.async_copy_global_to_shared(k_rows, [source, key_head * k_head], bar, k_tile)
+            tma.async_copy_global_to_shared(q_rows, [source, key_head * q_head], bar, q_tile)
+        for half in gl.static_range(2):
+            column = head * v_head + half * 64
+            tma.async_copy_global_to_shared(v_rows, [source, column], bar, halves.index(half))
+    # Gates arrive while tiles do.
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
+    first_spoiled = gl.load(clean + tile)
+    strength = gl.load(strengths + square + i)
+    high_i = gl.load(sums + two + i)
+    rest_i = gl.load(sums + two + HV * 64 + i)
+    high_j = gl.load(sums + two + j)
+    rest_j = gl.load(sums + two + HV * 64 + j)
+    if TILES or not whole:
+        gather_keys(
+            q, k, q_tiles, k_tiles, k_edges, tail_k, q_tile, k_tile, source, low, start, end, held,
+            stands, slot, local, edge, head, key_head, q_token, q_head, k_token, k_head,
+            tail_k_slot, tail_k_head, tail_rows, H, HV, K, NORMALISE, CACHED, TILES,
+        )  # fmt: skip
+        if not whole:
+            for half in gl.static_range(2):
+                gather_values(
+                    v, v_edges, tail_v, halves.index(half), half * 64, source, low, start, end,
+                    held, stands, slot, edge, head, v_token, v_head,
+                    tail_v_slot, tail_v_head, tail_rows, HV, V, CACHED,
+                )  # fmt: skip
+        fence_async_shared()
+        gl.thread_barrier()
+    if whole:
+        mbarrier.wait(bar, phase)
+        phase = phase ^ 1
+
+    products = warpgroup_mma(
+        k_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    p = warpgroup_mma(
+        q_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    spoiled = warpgroup_mma(
+        halves.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
+    products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
+    norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
+    spoiled = gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
+    clean_row, wild = gl.reduce(
+        (
+            gl.where((spoiled != 0.0) | (norms * 0.0 != 0.0), i, 64),
+            gl.where(norms * strength > TAME, 1, 0),
+        ),
+        0,
+        least_and_most,
+    )
+    clean_row = gl.minimum(clean_row, first_spoiled)
+    kept_i = (i < clean_row)[:, None]
+    kept_j = (j < clean_row)[None, :]
+    b = gl.where(i < clean_row, strength, 0.0)[:, None]
+    G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
+    later = i[:, None] - j[None, :]
+    scores = gl.where((later >= 0) & kept_j, p * (G * scale), 0.0)
+    A = gl.where((later > 0) & kept_i, products * G * b, 0.0)
+    halves.index(0).store(scores.to(dtype))
+    grown = 64
+    if wild > 0:
+        inverse = unit_lower_inverse(A, a_blocks, d_block, True)
+        inverse = gl.convert_layout(inverse, ROW)
+        # What T multiplies must fit the dtype that it is stored in.
+        most: gl.constexpr = 512.0 if dtype == gl.float16 else 6e4
+        beyond = gl.max(gl.where(gl.abs(inverse) < most, 0, 1), 1)
+        grown = gl.min(gl.where(beyond > 0, i, 64), 0)
+        inverse = gl.where((i < grown)[:, None], inverse, 0.0)
+    else:
+        inverse = unit_lower_inverse(A, a_blocks, d_block, False)
+        inverse = gl.convert_layout(inverse, ROW)
+    halves.index(1).store(inverse.to(dtype))
+    clean_row = gl.minimum(clean_row, grown)
+    if clean_row < 64:
+        gl.store(from_start + square + i, float("nan"), mask=i >= clean_row)
+    if STREAMED:
+        # Ordinary stores: those of the copy engine end at a time that nobody is told.
+        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))[:, None]
+        lines = rows * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))[None, :]
+        gl.store(P_rows + square * 64 + lines, halves.index(0).load(LINES))
+        gl.store(T_rows + square * 64 + lines, halves.index(1).load(LINES))
+        fence_async_shared()
+        gl.thread_barrier()
+        gl.atomic_xchg(clean + tile, clean_row + READY, sem="release", scope="gpu")
+    else:
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(P, [tile * 64, 0], halves.index(0))
+        tma.async_copy_shared_to_global(T, [tile * 64, 0], halves.index(1))
+        if clean_row < 64:
+            gl.store(clean + tile, clean_row)
+    return phase
+
+
+@gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
+def prepare_kernel(
+    q_rows, k_rows, v_rows, T, P,
+    q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+    sums, from_start, strengths, clean, base, sequences, items, slots,
+    first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+    tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """One program per (value head, item); q_rows .. P are descriptors.
+
+    TILES: gathered, normalised rows of q and k are kept for the scan; else k of chunks that hold
+    other rows beside those of their sequence [2 N, H]. With a cache, v of chunks that begin with
+    rows of a tail [2 N, HV].
+    """
+    head = gl.program_id(0)
+    local = gl.program_id(1)
+    if skipped(items, sequences, base, first_item + local, head, HV, CACHED):
+        return
+    shared = scratch(k.dtype.element_ty, K)
+    gl.thread_barrier()
+    given = (
+        q_rows, k_rows, v_rows, T, P, q, q,
+        q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+        sums, from_start, strengths, clean, base, sequences, items, slots,
+        first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+    )  # fmt: skip
+    prepare_item(
+        given, shared, local, head, gl.to_tensor(0),
+        H, HV, K, V, NORMALISE, CACHED, TILES, False,
+    )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def prepare_items(
+    given, shared, first, step, count,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Heads of `count` items, every step-th from `first` on, beside a scan that waits for them."""
+    items, sequences, base, first_item = given[22], given[21], given[20], given[24]
+    phase = gl.to_tensor(0)
+    for unit in range(first, count * HV, step):
+        local = unit // HV
+        head = unit % HV
+        if not skipped(items, sequences, base, first_item + local, head, HV, CACHED):
+            phase = prepare_item(
+                given, shared, local, head, phase,
+                H, HV, K, V, NORMALISE, CACHED, TILES, True,
+            )  # fmt: skip
+
+
+@gluon.jit
+def skipped(items, sequences, base, item, head, HV: gl.constexpr, CACHED: gl.constexpr):
+    """Whether an item is none, or lies before the state of its slot."""
+    n = gl.load(items + item * 3)
+    none = n < 0
+    if CACHED:
+        # The heads of a slot stand at one position.
+        stands = gl.load(base + gl.maximum(n, 0) * HV + head)
+        none = none | (gl.load(items + item * 3 + 1) + 64 <= stands)
+    return none
