@@ -32,6 +32,7 @@ class FakeDriver:
     stream: int = STREAM
     launched: list = field(default_factory=list)
     encoded: int = 0
+    kernels: set = field(default_factory=set)
 
     def __post_init__(self):
         self.utils = SimpleNamespace(fill_tma_descriptor=self.encode)
@@ -45,6 +46,11 @@ class FakeDriver:
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
+    def forget(self):
+        """Let no kernel remember what was compiled here."""
+        for kernel in self.kernels:
+            kernel.device_caches.pop(self.device, None)
+
     def encode(self, address, swizzle, size, kind, block, shape, strides, padding):
         self.encoded += 1
         return Map(address, (swizzle, size, kind, *block, *shape, *strides, padding))
@@ -54,6 +60,7 @@ class FakeDriver:
 
     def compile(self, src, target, options):
         """What the JIT gets for a kernel and the types of its arguments."""
+        self.kernels.add(src.fn)
         kinds = [kind for kind in src.signature.values() if kind.startswith("tensordesc")]
         layout = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
         about = [layout | {"block_size": [64, i]} for i, _ in enumerate(kinds)]

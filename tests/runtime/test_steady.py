@@ -1,6 +1,5 @@
 """A steady call launches what the long way launches: the same kernels with the same arguments."""
 
-import dataclasses
 import sys
 import threading
 
@@ -10,55 +9,23 @@ import torch
 triton = pytest.importorskip("triton")
 
 from tests.implementations import KERNELS  # noqa: E402
-from tests.runtime.fake_driver import DEVICE, FakeDriver, Map  # noqa: E402
+from tests.runtime.steady_calls import (  # noqa: E402
+    alike,
+    is_steady,
+    launched,
+    rule,
+    the_long_way,
+)
 from triton import knobs  # noqa: E402
 
 import headstart  # noqa: E402
 from headstart import DeltaCache, Gate, Pool, Schedule, Workspace  # noqa: E402
-from headstart.ops.convolution import api as convolution  # noqa: E402
 from headstart.ops.gated_delta_rule import api  # noqa: E402
-from headstart.runtime import dispatch, launcher  # noqa: E402
+from headstart.runtime import dispatch  # noqa: E402
 from headstart.runtime.record import recording  # noqa: E402
-from headstart.runtime.workspace import workspace_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
-RULE, RECURRENT = api._CHUNKED, api._RECURRENT
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    """A fake driver, on which CPU tensors are those of a Hopper device."""
-    from headstart.ops.gated_delta_rule.passes import launch
-    from headstart.ops.gated_delta_rule.triton import call as portable
-
-    fake = FakeDriver()
-    monkeypatch.setattr(triton.runtime.driver, "_active", fake)
-    monkeypatch.setattr(triton.compiler, "compile", fake.compile)
-    monkeypatch.setattr(launcher, "PREPARED", {"cpu"})
-    for module in (launch, portable):
-        monkeypatch.setattr(module, "INTERPRETED_AS", 90)
-    monkeypatch.setattr(
-        launch, "default_workspace", lambda device: workspace_of(device, fake.stream)
-    )
-    for operation in (RULE, RECURRENT, convolution._CONVOLUTION, convolution._NORM):
-        monkeypatch.setitem(operation.__dict__, "prepared", {})
-        for name in {"triton", "hopper"} & set(operation.places):
-            able = dataclasses.replace(operation.implementation(name), declines=lambda call: None)
-            monkeypatch.setitem(operation.loaded, name, able)
-    yield fake
-    forget()
-
-
-def forget():
-    """Let no kernel remember what the fake has compiled."""
-    from headstart.ops.convolution.triton import convolve, norm
-    from headstart.ops.gated_delta_rule.hopper import scan as hopper
-    from headstart.ops.gated_delta_rule.passes import channel, decays, prepare
-    from headstart.ops.gated_delta_rule.triton import recurrent, scan
-
-    for module in (convolve, norm, hopper, channel, decays, prepare, recurrent, scan):
-        for value in vars(module).values():
-            getattr(value, "device_caches", {}).pop(DEVICE, None)
+RULE = api._CHUNKED
 
 
 def rows(T, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, channels=False):
@@ -165,48 +132,6 @@ PORTABLE = {
 EVERY = [("hopper", name) for name in CALLS] + [("triton", name) for name in CALLS | PORTABLE]
 
 
-def rule(call, implementation, function=headstart.gated_delta_rule, **more):
-    tensors, options = call
-    with torch.inference_mode():
-        return function(*tensors, **options, **more, implementation=implementation)
-
-
-def launched(driver, call, implementation, **more):
-    """The result of a call, and its launches with the memory of results by name."""
-    del driver.launched[:]
-    result = rule(call, implementation, **more)
-    results = (result,) if isinstance(result, torch.Tensor) else result
-    names = {x.data_ptr(): i for i, x in enumerate(results) if x is not None}
-
-    def plain(value):
-        if isinstance(value, Map):
-            return dataclasses.replace(value, address=names.get(value.address, value.address))
-        if isinstance(value, knobs.HookChain):  # with nobody in it
-            return None
-        address = value.data_ptr() if hasattr(value, "data_ptr") else value
-        return names.get(address, address) if type(address) is int else address
-
-    return result, [tuple(map(plain, args)) for args in driver.launched]
-
-
-def is_steady(driver):
-    """Whether the last call gave the driver addresses, not tensors."""
-    return not any(isinstance(value, torch.Tensor) for args in driver.launched for value in args)
-
-
-def the_long_way(monkeypatch, driver, call, implementation, **more):
-    with monkeypatch.context() as patch:
-        patch.setattr(launcher, "PREPARED", set())
-        return launched(driver, call, implementation, **more)
-
-
-def alike(found, wanted):
-    for x, y in zip(found, wanted, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-
-
 @pytest.mark.parametrize(("implementation", "name"), EVERY)
 def test_a_steady_call_launches_what_the_long_way_launches(
     driver, monkeypatch, implementation, name
@@ -235,61 +160,6 @@ def test_the_recurrent_form_too(driver, monkeypatch, name):
     _, found = launched(driver, call, "triton", **function)
     assert is_steady(driver)
     assert found == the_long_way(monkeypatch, driver, call, "triton", **function)[1]
-
-
-def inputs(T, channels=24, dtype=torch.bfloat16):
-    weight = torch.nn.Parameter(torch.zeros(channels, 4), requires_grad=False)
-    return torch.zeros(T, channels, dtype=dtype), weight, torch.zeros(channels)
-
-
-def histories(*slots, **how):
-    return Pool(torch.zeros(7, 3, 24, dtype=torch.bfloat16), *slots, **how)
-
-
-OTHERS = {
-    "convolution": lambda: (inputs(90), {"schedule": on([60, 20])}),
-    "convolution without bias": lambda: (
-        inputs(90)[:2],
-        {"schedule": on([90]), "activation": None, "return_state": True},
-    ),
-    "convolution with histories": lambda: (
-        inputs(90),
-        {"schedule": on([60, 30], snapshot_every=64, start_positions=10),
-         "state": torch.zeros(2, 3, 24, dtype=torch.bfloat16), "snapshots": torch.bfloat16,
-         "out": torch.zeros(90, 24, dtype=torch.bfloat16)},
-    ),
-    "convolution in a pool": lambda: (
-        inputs(90),
-        {"schedule": on([60, 30]), "state": histories([1, 2], [3, -1], [True, False])},
-    ),
-    "convolution in a cache": lambda: (
-        inputs(90),
-        {"schedule": on([60, 30]), "state": cache(conv_channels=24).at([3, 0])},
-    ),
-    "norm": lambda: (
-        (torch.zeros(9, 4, 128, dtype=torch.bfloat16), torch.zeros(128),
-         torch.zeros(9, 4, 128, dtype=torch.bfloat16)),
-        {},
-    ),
-    "norm of slices": lambda: (
-        (torch.zeros(9, 4, 256)[..., :128], torch.zeros(128), torch.zeros(9, 4, 128)),
-        {"activation": "sigmoid", "eps": 0},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_stands_beside_the_rule_too(driver, monkeypatch, name):
-    first, call = OTHERS[name](), OTHERS[name]()
-    conv = name.startswith("convolution")
-    function = {"function": headstart.causal_conv1d if conv else headstart.rms_norm_gated}
-    launched(driver, first, "triton", **function)
-    assert not is_steady(driver)
-    result, found = launched(driver, call, "triton", **function)
-    assert is_steady(driver)
-    expected, wanted = the_long_way(monkeypatch, driver, call, "triton", **function)
-    assert found == wanted
-    alike(result if conv else (result,), expected if conv else (expected,))
 
 
 def test_calls_that_are_alike_share_one_program(driver):

@@ -13,7 +13,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -167,6 +167,8 @@ Signature = tuple[Hashable, list[torch.Tensor]]
 SIGNATURES = 4096
 """Signatures that an operation remembers."""
 NAMED = (str, type(None))
+NUMBERS = (float, int, type(None))
+"""Types that a signature holds as they are: words and numbers, no flag among them."""
 
 
 def again(
@@ -174,13 +176,18 @@ def again(
     signature: Signature,
     name: str | None,
     workspace: Workspace | None = None,
+    among: dict[Hashable, Prepared | None] | None = None,
 ) -> Any:
-    """The result of a call, computed as an earlier one of its signature; None: it needs `anew`."""
+    """The result of a call, computed as an earlier one of its signature; None: it needs `anew`.
+
+    among: what was prepared, if the operation does not keep it itself (see `anew`).
+    """
     facts, tensors = signature
     if type(name) not in NAMED:
         return None
     addresses = [x.data_ptr() for x in tensors]
-    prepared = operation.prepared.get((facts, name, memory(addresses)))
+    known = operation.prepared if among is None else among
+    prepared = known.get((facts, name, memory(addresses)))
     if prepared is None or not prepared.fits(addresses):
         return None
     result = prepared.run(tensors, addresses, workspace)
@@ -188,24 +195,36 @@ def again(
     return result
 
 
-def anew(operation: Operation, signature: Signature | None, call: Call, name: str | None) -> Any:
-    """Compute a bound call, and remember how if it has a signature that was not seen before."""
+def anew(
+    operation: Operation,
+    signature: Signature | None,
+    call: Call,
+    name: str | None,
+    among: dict[Hashable, Prepared | None] | None = None,
+    kept: Callable[[], Sequence[torch.Tensor]] = tuple,
+) -> Any:
+    """Compute a bound call, and remember how if it has a signature that was not seen before.
+
+    among: where to, in place of the operation: what keeps it is then a fact of the call, and so is
+    where the tensors lie that it keeps, `kept`, which are no part of the signature.
+    """
     if signature is None or operation.written is None or type(name) not in NAMED:
         return run(operation, call, name)
     facts, tensors = signature
     key = facts, name, memory([x.data_ptr() for x in tensors])
-    if key in operation.prepared:
+    known = operation.prepared if among is None else among
+    if key in known:
         return run(operation, call, name)
     with recording() as record, watching() as ran:
         result = run(operation, call, name)
     try:
-        prepared = Prepared(record, ran[-1][1], tensors, result, operation.written(call))
+        prepared = Prepared(record, ran[-1][1], tensors, result, operation.written(call), kept())
     except LookupError:
         prepared = None
     with _lock:
-        while len(operation.prepared) >= SIGNATURES:
-            del operation.prepared[next(iter(operation.prepared))]
-        operation.prepared[key] = prepared
+        while len(known) >= SIGNATURES:
+            del known[next(iter(known))]
+        known[key] = prepared
     return result
 
 

@@ -11,7 +11,8 @@ compiled kernels straight to the driver's launcher, each with one tuple of argum
         return result
     return dispatch.anew(OPERATION, seen, bind(q, ...), name)  # recorded, for the next one
 
-A record is of use if every address that a kernel was given is that of a tensor of the signature, of
+Kernels are launched by `launcher.start`, which records, and take scratch from a `Workspace`. A
+record is of use if every address that a kernel was given is that of a tensor of the signature, of
 an output or of scratch. Where it is not, and where Triton does not offer a launcher that can be
 called so (the interpreter), calls go the long way each time. Prepared calls never change, so
 threads may share them; descriptors of scratch belong to the workspace that holds it.
@@ -114,8 +115,10 @@ class _Places:
     between calls: addresses of scratch, descriptors of it, numbers.
     """
 
-    def __init__(self, addresses: Sequence[int], scratch: Sequence[int]) -> None:
-        self._addresses, self._scratch = list(addresses), list(scratch)
+    def __init__(
+        self, addresses: Sequence[int], scratch: Sequence[int], kept: Sequence[int]
+    ) -> None:
+        self._addresses, self._scratch, self._kept = list(addresses), list(scratch), set(kept)
         self.described: list[tuple[int, Callable[[int], Any]]] = []
         self.scratch_described: list[tuple[int, Callable[[int], Any]]] = []
         self.numbers: list[Any] = []
@@ -145,6 +148,8 @@ class _Places:
             return "call", self._addresses.index(address)
         if address in self._scratch:
             return "scratch", self._scratch.index(address)
+        if address in self._kept:
+            return "number", address
         raise LookupError("memory of the call")
 
     def _descriptor(
@@ -155,6 +160,8 @@ class _Places:
         numbers = [("number", value) for value in layout]
         if hasattr(first, "data_ptr"):  # where there is no copy engine, the address itself
             return [(section, i), *numbers]
+        if section == "number":
+            return [(section, first), *numbers]
         kept = self.described if section == "call" else self.scratch_described
         kept.append((i, _encoder(handle, kind, about, descriptor)))
         section = "described" if section == "call" else "scratch described"
@@ -202,12 +209,13 @@ class Program:
         "scratch",
     )  # fmt: skip
 
-    def __init__(self, record: Record, addresses: Sequence[int]) -> None:
+    def __init__(self, record: Record, addresses: Sequence[int], kept: Sequence[int]) -> None:
         from triton import knobs
         from triton.runtime import driver
 
         handles = [_Handle.of(launched) for launched in record.launches]
-        places = _Places(addresses, [address for _, _, address in record.scratch.values()])
+        scratch = [address for _, _, address in record.scratch.values()]
+        places = _Places(addresses, scratch, kept)
         split = [
             places.split(places.of_launch(launched, handle))
             for launched, handle in zip(record.launches, handles, strict=True)
@@ -291,10 +299,12 @@ class Prepared:
         tensors: Sequence[torch.Tensor],
         result: Any,
         written: Sequence[int],
+        kept: Sequence[torch.Tensor] = (),
     ) -> None:
         """From a call's record, its tensors and its result; raises LookupError if it is of no use.
 
-        written: of each result, the rows that kernels write.
+        written: of each result, the rows that kernels write. kept: further tensors that kernels
+        read, which stay where they are.
         """
         if not record.launches or any(run.compiled is None for run in record.launches):
             raise LookupError("a kernel")
@@ -317,7 +327,7 @@ class Prepared:
         self._given, self._outputs = tuple(returned), tuple(outputs)
         self._returned: list[torch.Tensor | None] = [None] * len(results)
         self._spans = tuple(_bytes(x) for x in tensors)
-        self.program = Program(record, addresses)
+        self.program = Program(record, addresses, [x.data_ptr() for x in kept])
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether a call may go this way: nobody listens, and no output lies in another tensor.
@@ -369,6 +379,22 @@ def _bytes(x: torch.Tensor) -> int:
         return 0
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return (reach + 1) * x.element_size()
+
+
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def plain(tensors: Sequence[Any]) -> bool:
+    """Whether these are tensors in rows and columns, none of which needs a gradient now.
+
+    >>> plain([torch.zeros(2)]), plain([[0.0, 0.0]])
+    (True, False)
+    """
+    graded = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) not in TENSORS or x.layout is not torch.strided or (graded and x.requires_grad):
+            return False
+    return True
 
 
 def layout(x: torch.Tensor) -> tuple[Any, ...]:

@@ -8,19 +8,11 @@ from torch import Tensor
 
 from headstart.ops.convolution.triton.step_table import step_table
 from headstart.ops.gated_delta_rule.schedule import Schedule
-from headstart.ops.gated_delta_rule.signature import (
-    NUMBERS,
-    REFUSED,
-    plain,
-    snapshot_facts,
-    state_facts,
-)
+from headstart.ops.gated_delta_rule.signature import REFUSED, snapshot_facts, state_facts
 from headstart.runtime import launcher
 from headstart.runtime.checks import checking
-from headstart.runtime.dispatch import Signature
-from headstart.runtime.steady import layout
-
-WORDS = (str, type(None))
+from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
+from headstart.runtime.steady import layout, plain
 
 
 def convolution_signature(
@@ -33,7 +25,7 @@ def convolution_signature(
         or x.device.type not in launcher.PREPARED
         or type(schedule) is not Schedule
         or type(return_state) is not bool
-        or type(activation) not in WORDS
+        or type(activation) not in NAMED
         or checking()
     ):
         return None
@@ -65,7 +57,7 @@ def norm_signature(x: Any, weight: Any, gate: Any, eps: Any, activation: Any) ->
         type(x) is not Tensor
         or x.device.type not in launcher.PREPARED
         or type(eps) not in NUMBERS
-        or type(activation) not in WORDS
+        or type(activation) not in NAMED
         or not plain((x, weight, gate))
     ):
         return None

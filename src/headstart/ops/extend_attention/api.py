@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from headstart.ops.extend_attention import merge_spec, spec, write_spec
 from headstart.ops.extend_attention.kv_cache import KVCache
 from headstart.ops.extend_attention.plan import ExtendPlan
+from headstart.ops.extend_attention.signature import signature
 from headstart.runtime import dispatch
 from headstart.runtime.workspace import Workspace
 
@@ -94,25 +96,21 @@ def extend_attention(
     >>> o.shape, lse.shape
     (torch.Size([3, 4, 16]), torch.Size([3, 4]))
     """
+    seen = signature(
+        q, k, v, plan, cache, scale, window, sinks, softcap, custom_mask, causal, part, return_lse,
+        reproducible, workspace, out,
+    )  # fmt: skip
+    if seen is not None:
+        result = dispatch.again(EXTEND_ATTENTION, seen, implementation, workspace, plan.prepared)
+        if result is not None:
+            return result
     call = spec.bind(
-        q,
-        k,
-        v,
-        plan=plan,
-        cache=cache,
-        scale=scale,
-        window=window,
-        sinks=sinks,
-        softcap=softcap,
-        custom_mask=custom_mask,
-        causal=causal,
-        part=part,
-        return_lse=return_lse,
-        reproducible=reproducible,
-        workspace=workspace,
-        out=out,
+        q, k, v, plan, cache, scale, window, sinks, softcap, custom_mask, causal, part, return_lse,
+        reproducible, workspace, out,
+    )  # fmt: skip
+    return dispatch.anew(
+        EXTEND_ATTENTION, seen, call, implementation, plan.prepared, lambda: plan.held
     )
-    return dispatch.run(EXTEND_ATTENTION, call, implementation)
 
 
 def merge_attention(
@@ -200,6 +198,7 @@ EXTEND_ATTENTION = dispatch.register(
             "reference": f"{_HERE}.reference:IMPLEMENTATION",
         },
         function=extend_attention,
+        written=operator.attrgetter("written"),
     )
 )
 

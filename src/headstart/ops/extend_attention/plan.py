@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import add
@@ -26,6 +26,7 @@ from headstart.runtime.checks import (
     positions_of_each,
     shown,
 )
+from headstart.runtime.steady import Prepared
 
 Ints = Sequence[int] | torch.Tensor
 
@@ -68,7 +69,8 @@ class ExtendPlan:
     ----------
     lengths, prefix, offsets, query_start, key_start: host lists over the sequences.
     N, T: number of sequences and of packed new tokens.
-    tables: what implementations made of the plan, kept for its next call.
+    tables, prepared: what implementations made of the plan, and how its calls are computed, kept
+        for the next one.
 
     >>> plan = ExtendPlan.from_lengths([3, 1], [5, 0], device="cpu")
     >>> plan.N, plan.T, plan.query_start
@@ -90,6 +92,7 @@ class ExtendPlan:
     device: torch.device
     _constructor: str
     tables: dict[Any, Any]
+    prepared: dict[Hashable, Prepared | None]
     _on_device: dict[Callable[[ExtendPlan], torch.Tensor], torch.Tensor]
 
     def __init__(self) -> None:
@@ -255,7 +258,7 @@ class ExtendPlan:
     ) -> ExtendPlan:
         plan = cls.__new__(cls)
         plan._constructor = constructor
-        plan.tables, plan._on_device = {}, {}
+        plan.tables, plan.prepared, plan._on_device = {}, {}, {}
         plan.device = expect_place("device", device)
         plan.lengths, plan.prefix, plan.slots = lengths, prefix, slots
         plan.new_in_cache = new_in_cache
@@ -342,6 +345,16 @@ class ExtendPlan:
                 table = build(self)
                 self._on_device[build] = table.to(self.device, non_blocking=True)
         return self._on_device[build]
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """What lies on the device: tables, and slots or pages."""
+        held = list(self._on_device.values())
+        if isinstance(self.slots, Listed):
+            held.append(self.slots.indices)
+        elif isinstance(self.slots, Paged):
+            held.append(self.slots.table)
+        return held
 
     def validate(self, cache: KVCache | None = None) -> None:
         """Read the indices back and raise ValueError if a slot lies outside the cache.

@@ -82,6 +82,12 @@ class ExtendCall:
         """Dtype of the LSE: float32, or float64 for float64 inputs."""
         return _at_least_float32(self.q.dtype)
 
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Rows of o, and of the LSE if it is returned, that kernels write: all of them."""
+        T = self.q.shape[0]
+        return (T, T) if self.return_lse or self.part != "all" else (T,)
+
     def keys(self, n: int) -> range:
         """Which of sequence n's keys (prefix, then new) belong to the part."""
         prefix, length = self.plan.prefix[n], self.plan.lengths[n]

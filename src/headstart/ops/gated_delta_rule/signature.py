@@ -7,7 +7,6 @@ out what a loop or a helper would say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.runtime import launcher
 from headstart.runtime.checks import INTEGERS, checking
-from headstart.runtime.dispatch import Signature
+from headstart.runtime.dispatch import NUMBERS, Signature
 from headstart.runtime.launcher import HostInts
-from headstart.runtime.steady import layout
+from headstart.runtime.steady import layout, plain
 from headstart.runtime.workspace import Workspace
 
 Tensors = list[Tensor]
-TENSORS = (Tensor, torch.nn.Parameter)
-NUMBERS = (float, int, type(None))
 REFUSED = object()
 """Facts of an argument that goes the long way."""
 
@@ -76,15 +73,6 @@ def signature(
     )  # fmt: skip
     tensors += (table.sequences, table.items)
     return facts, tensors
-
-
-def plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are tensors in rows and columns, none of which needs a gradient now."""
-    graded = torch.is_grad_enabled()
-    for x in tensors:
-        if type(x) not in TENSORS or x.layout is not torch.strided or (graded and x.requires_grad):
-            return False
-    return True
 
 
 def state_facts(state: Any, entries: int, device: torch.device, tensors: Tensors) -> Any:

@@ -1,0 +1,38 @@
+"""A fake driver, on which CPU tensors are those of a Hopper device."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from headstart.runtime import dispatch, launcher
+from headstart.runtime.workspace import workspace_of
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    triton = pytest.importorskip("triton")
+    from tests.runtime.fake_driver import FakeDriver
+
+    from headstart.ops.extend_attention.triton import call as attention
+    from headstart.ops.gated_delta_rule.passes import launch
+    from headstart.ops.gated_delta_rule.triton import call as portable
+
+    fake = FakeDriver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake)
+    monkeypatch.setattr(triton.compiler, "compile", fake.compile)
+    monkeypatch.setattr(launcher, "PREPARED", {"cpu"})
+    for module in (launch, portable):
+        monkeypatch.setattr(module, "INTERPRETED_AS", 90)
+    for module in (launch, attention):
+        monkeypatch.setattr(
+            module, "default_workspace", lambda device: workspace_of(device, fake.stream)
+        )
+    for operation in dispatch.operations().values():
+        monkeypatch.setitem(operation.__dict__, "prepared", {})
+        for name in {"triton", "hopper"} & set(operation.places):
+            able = dataclasses.replace(operation.implementation(name), declines=lambda call: None)
+            monkeypatch.setitem(operation.loaded, name, able)
+    yield fake
+    fake.forget()
+    workspace_of(torch.device("cpu"), fake.stream).release()
