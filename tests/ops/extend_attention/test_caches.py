@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tests.ops.extend_attention.oracle import Batch, draw, expect_close, expected
+from tests.ops.extend_attention.oracle import ROUNDING, Batch, draw, expect_close, expected
 
 import headstart
 from headstart import ExtendPlan, KVCache, write_kv
+from headstart.evidence.verify.tolerances import WIDE
 
 FP8 = torch.float8_e4m3fn
 LAYOUTS = ["slots", "pages of 1", "pages of 16", "pages of 64", "flat pages", "padded", "left"]
@@ -138,7 +139,7 @@ def test_float8_caches_with_scales(attend, layout, per_head):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("power", [-100, -10, 0, 10, 100])
-def test_queries_of_any_size_beside_a_float8_cache(attend, dtype, power):
+def test_queries_of_any_size_beside_a_float8_cache(attend, implementation, dtype, power):
     """Kernels may multiply in float16, which holds neither 2**100 nor 2**-100."""
     if dtype == torch.float16 and abs(power) > 10:
         power //= 10
@@ -153,7 +154,8 @@ def test_queries_of_any_size_beside_a_float8_cache(attend, dtype, power):
     for options in ({}, {"reproducible": True}, {"window": 40}):
         found = attend(**arguments, scale=scale, return_lse=True, **options)
         rules = {name: value for name, value in options.items() if name != "reproducible"}
-        expect_close(found, expected(batch, scale=scale, **rules))
+        rounding = None if implementation in WIDE else 2 * ROUNDING[dtype]
+        expect_close(found, expected(batch, scale=scale, **rules), rounding)
 
 
 def test_a_half_precision_cache_beside_float32_queries(attend):

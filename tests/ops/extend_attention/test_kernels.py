@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.implementations import DEVICE, KERNELS
 from tests.on_device import on_device
-from tests.ops.extend_attention.oracle import draw, expect_close, expected
+from tests.ops.extend_attention.oracle import ROUNDING, draw, expect_close, expected
 
 import headstart
 from headstart import ExtendPlan, KVCache, Workspace
@@ -77,6 +77,24 @@ def test_bits_of_whole_prefills_steps_and_decodes_over_many_blocks(config, new_i
             headstart.write_kv(batch.k[rows], batch.v[rows], cache, slots, implementation="torch")
         assert torch.equal(found[0], want[0][rows])
         assert torch.equal(found[1], want[1][rows])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 150}, {"softcap": 4.0}], ids=str)
+@pytest.mark.parametrize("pages", [1, 2])
+def test_tiles_of_one_page_and_of_two(options, pages):
+    batch = draw([40, 1], [200, 170], 4, 2, 64, dtype=torch.float16, seed=4)
+    table = torch.tensor([[3, 9, 1, 7, 0, 12, 5], [8, 2, 11, 6, 4, 10, -1]])
+    cache = KVCache(*(torch.full((13, 32, 2, 64), torch.nan, dtype=torch.float16) for _ in "kv"))
+    for n, begin, prefix in ((0, 0, 200), (1, 200, 170)):
+        position = torch.arange(prefix)
+        slots = table[n, position // 32] * 32 + position % 32
+        rows = slice(begin, begin + prefix)
+        k, v = batch.prefix_k[rows], batch.prefix_v[rows]
+        headstart.write_kv(k, v, cache, slots, implementation="torch")
+    plan = ExtendPlan.from_pages([40, 1], [240, 171], table, 32, new_in_cache=False)
+    arguments = {"q": batch.q, "k": batch.k, "v": batch.v, "plan": plan, "cache": cache}
+    found = run((64, 32 * pages, 128), arguments, **options)
+    expect_close(found, expected(batch, **options), 2 * ROUNDING[torch.float16])
 
 
 def test_scratch_is_what_workspace_bytes_says():

@@ -6,6 +6,7 @@ those that its kernel names.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -31,13 +32,13 @@ from headstart.ops.extend_attention.triton.config import (
     packing,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
-from headstart.runtime import launcher
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.launcher import (
     current,
     declines_tensors,
     padded,
     precision,
+    processors,
     reads_descriptors,
     target_of,
 )
@@ -47,6 +48,8 @@ LOG2E = math.log2(math.e)
 MOST = 512
 WIDEST = 2**30
 """A window that hides nothing, small enough for differences of positions in 32 bits."""
+MULTIPROCESSORS = 132
+"""Those of the device that scratch is told for where tensors are on none."""
 
 
 def declines(call: ExtendCall) -> str | None:
@@ -77,7 +80,8 @@ def cut_of(call: ExtendCall, config: Config) -> Cut:
 
 def configured(call: ExtendCall) -> Config:
     """The configuration of a call."""
-    return configuration(
+    found = functools.partial(
+        configuration,
         call.D,
         call.DV,
         call.q.dtype,
@@ -86,23 +90,43 @@ def configured(call: ExtendCall) -> Config:
         reproducible=call.reproducible,
         target=target_of(call.device).name,
     )
+    config = found()
+    if _reads_cache(call) and not _described_cache(call, config):
+        config = found(scattered=True)
+    return config
 
 
-def layout(call: ExtendCall, rows: int) -> Layout:
-    """Scratch for the pieces of rows that are cut; at least a row, so that its type is known."""
+def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
+    """Scratch for the pieces of rows that are cut; at least a row, so that its type is known.
+
+    Beside it what programs of the reproducible kernel park where rows have several blocks of keys.
+    """
     if call.window is not None:
         return {}
     rows = max(rows, 1)
-    return {
+    found: Layout = {
         "part_acc": ((rows, call.HQ, call.DV), torch.float32),
         "part_m": ((rows, call.HQ), torch.float32),
         "part_l": ((rows, call.HQ), torch.float32),
     }
+    plan = call.plan
+    ends = [plan.query_start[n] + plan.lengths[n] for n in range(plan.N)]
+    if call.reproducible and (plan.capacity is not None or max(ends, default=0) > config.piece):
+        shape = (programs_at_once(call, config), config.BM, padded(call.DV))
+        found["parked"] = (shape, torch.float32)
+    return found
+
+
+def programs_at_once(call: ExtendCall, config: Config) -> int:
+    """Programs of the reproducible kernel without a window."""
+    there = MULTIPROCESSORS if call.device.type == "meta" else processors(call.device)
+    return there * config.resident
 
 
 def workspace_bytes(call: ExtendCall) -> int:
     """Scratch of `run`, exactly."""
-    return layout_bytes(layout(call, scratch_rows(call.plan, cut_of(call, configured(call)))))
+    config = configured(call)
+    return layout_bytes(layout(call, config, scratch_rows(call.plan, cut_of(call, config))))
 
 
 def run(
@@ -121,10 +145,13 @@ def run(
     table = tile_table(call.plan, cut_of(call, config))
     given = arguments(call, config, table, o, lse)
     with current(call.device):
-        programs = len(table.tiles) + given["rest"]
+        kernel, programs = extend_kernel, given["work"]
+        if call.reproducible:
+            kernel = unified_kernel
+            if call.window is None:
+                programs = min(programs, programs_at_once(call, config))
         if programs:
-            kernel = unified_kernel if call.reproducible else extend_kernel
-            start(kernel, (programs * given["HEADS"],), given, config)
+            start(kernel, (programs,), given, config)
         if len(table.joins):
             blocks = -(-call.HQ // given["BH"])
             start(join_kernel, (len(table.joins), blocks), given, Config(0, 0, 1, 4))
@@ -134,7 +161,7 @@ def run(
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], config: Config) -> None:
     """Launch a kernel with the arguments it names."""
     named, options = launch_arguments(kernel, given, config)
-    launcher.start(kernel, grid, named, **options)
+    kernel[grid](**named, **options)
 
 
 def launch_arguments(
@@ -171,22 +198,25 @@ def arguments(
     group = call.HQ // call.HK
     BD, BDV = padded(call.D), padded(call.DV)
     workspace = call.workspace or default_workspace(call.device)
-    scratch = take(workspace, layout(call, table.scratch_rows))
+    scratch = take(workspace, layout(call, config, table.scratch_rows))
+    # With a capacity the rows of no sequence begin where only the device knows.
+    rest = -(-(q.shape[0] - (plan.T if plan.capacity is None else 0)) // tokens)
+    blocks = call.HK * -(-group // heads)
     given: dict[str, Any] = {
         "q": q, "o": o, "lse": lse,
         "sinks": None if call.sinks is None else call.sinks.contiguous(),
         "part_acc": scratch.get("part_acc", o), "part_m": scratch.get("part_m", o),
         "part_l": scratch.get("part_l", o),
+        "parked": scratch.get("parked", scratch.get("part_m", o)),
         "sequences": table.sequences, "tiles": table.tiles, "joins": table.joins,
+        "work": (len(table.tiles) + rest) * blocks,
         "total": q.shape[0], "listed": len(table.tiles),
-        # With a capacity the rows of no sequence begin where only the device knows.
-        "rest": -(-(q.shape[0] - (plan.T if plan.capacity is None else 0)) // tokens),
         "window": WIDEST if call.window is None else min(call.window, WIDEST),
         "q_token": q.stride(0), "q_head": q.stride(1),
         "o_token": o.stride(0), "o_head": o.stride(1), "o_channel": o.stride(2),
         "lse_token": 0 if lse is None else lse.stride(0),
         "lse_head": 0 if lse is None else lse.stride(1),
-        "HQ": call.HQ, "HEADS": call.HK * -(-group // heads), "GROUP": group, "PACK": heads,
+        "HQ": call.HQ, "HEADS": blocks, "GROUP": group, "PACK": heads,
         "D": call.D, "DV": call.DV, "BD": BD, "BDV": BDV,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "BH": max(1, min(1024 // BDV, 1 << (call.HQ - 1).bit_length())),
@@ -227,8 +257,8 @@ def _new_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     described = _describable(k, call, config) and _describable(v, call, config)
     return {
         "NEW": "packed", "DESCRIBED": described, "k": k, "v": v,
-        "k_tiles": _descriptor(k, config) if described else None,
-        "v_tiles": _descriptor(v, config) if described else None,
+        "k_tiles": _descriptor(k, config.BN) if described else None,
+        "v_tiles": _descriptor(v, config.BN) if described else None,
         "k_token": k.stride(0), "k_head": k.stride(1),
         "v_token": v.stride(0), "v_head": v.stride(1),
     }  # fmt: skip
@@ -238,7 +268,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     """The cached keys: where they are found, pointers, strides, scales, descriptors."""
     plan, cache = call.plan, call.cache
     names = ("page", "row", "head", "channel")
-    if cache is None or plan.slots is None or (call.part == "extend" and not plan.new_in_cache):
+    if not _reads_cache(call):
         absent: dict[str, Any] = {f"cache_{x}_{name}": 0 for x in "kv" for name in names}
         return absent | {
             "FOUND": "", "PAGE": 1, "CACHE_DESCRIBED": False, "UNIT": True, "SCALES": False,
@@ -247,27 +277,15 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
             "k_scale": None, "v_scale": None, "k_number": 1.0, "v_number": 1.0,
             "k_scale_head": 0, "v_scale_head": 0,
         }  # fmt: skip
+    assert cache is not None
+    assert plan.slots is not None
     k, v, slots = cache.k, cache.v, plan.slots
-    if isinstance(slots, Paged):
-        page = slots.page_size
-        strides = [_page_strides(store, page) for store in (k, v)]
-    else:
-        page = cache.page_size
-        strides = [_page_strides(store, page) for store in (k, v)]
-        if all(of_page == page * of_row for of_page, of_row in strides):
-            page, strides = 1, [(of_row, 0) for _, of_row in strides]
+    page, strides = _page_of(call)
     quantised = k.dtype == FP8
     on_cpu = call.device.type == "cpu"
     in_bytes = quantised and (on_cpu or not converts_e4m3(target_of(call.device).name))
-    described = (
-        k.dtype == call.q.dtype
-        and not isinstance(slots, Listed)
-        and (not isinstance(slots, Paged) or _pages_hold_tiles(call, page, config))
-        and all(
-            (page == 1 or of_page == page * of_row) and _describable(store, call, config)
-            for store, (of_page, of_row) in zip((k, v), strides, strict=True)
-        )
-    )
+    described = _described_cache(call, config)
+    rows = min(page, config.BN) if isinstance(slots, Paged) else config.BN
     places = None
     if not isinstance(slots, Consecutive):
         places = slots.indices if isinstance(slots, Listed) else slots.table
@@ -288,7 +306,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
             f"cache_{x}": store.view(torch.uint8) if in_bytes else store,
             f"cache_{x}_page": of_page, f"cache_{x}_row": of_row,
             f"cache_{x}_head": store.stride(-2), f"cache_{x}_channel": store.stride(-1),
-            f"cache_{x}_tiles": _descriptor(store, config) if described else None,
+            f"cache_{x}_tiles": _descriptor(store, rows) if described else None,
             f"{x}_scale": scale if tensor else None,
             f"{x}_number": 1.0 if tensor or scale is None else float(scale),
             f"{x}_scale_head": int(tensor and scale.numel() > 1),
@@ -296,13 +314,44 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     return given
 
 
-def _pages_hold_tiles(call: ExtendCall, page: int, config: Config) -> bool:
-    """Whether every whole tile of prefix keys lies in one page."""
+def _reads_cache(call: ExtendCall) -> bool:
+    """Whether the call may find keys in a cache."""
     plan = call.plan
-    aligned = not call.reproducible or (
-        plan.capacity is None and not any(start % config.BN for start in plan.key_start)
+    there = call.cache is not None and plan.slots is not None
+    return there and (call.part != "extend" or plan.new_in_cache)
+
+
+def _page_of(call: ExtendCall) -> tuple[int, list[tuple[int, int]]]:
+    """Rows of a page, and for k and v the strides of a page and of a row."""
+    cache, slots = call.cache, call.plan.slots
+    assert cache is not None
+    page = slots.page_size if isinstance(slots, Paged) else cache.page_size
+    strides = [_page_strides(store, page) for store in (cache.k, cache.v)]
+    even = all(of_page == page * of_row for of_page, of_row in strides)
+    if even and not isinstance(slots, Paged):
+        return 1, [(of_row, 0) for _, of_row in strides]
+    return page, strides
+
+
+def _described_cache(call: ExtendCall, config: Config) -> bool:
+    """Whether whole tiles of prefix keys are read through descriptors."""
+    plan, cache = call.plan, call.cache
+    assert cache is not None
+    page, strides = _page_of(call)
+    if cache.k.dtype != call.q.dtype or isinstance(plan.slots, Listed):
+        return False
+    if isinstance(plan.slots, Paged):
+        # Every whole tile must lie in one page, counted from the prefix or from position 0; the
+        # default kernel takes two pages as one tile too, of rows enough for a product (`padded`).
+        moved = plan.capacity is not None or any(start % config.BN for start in plan.key_start)
+        halves = 2 * page == config.BN and page >= 32 and call.q.element_size() == 2
+        paired = halves and not call.reproducible and plan.key_positions is None
+        if (page % config.BN and not paired) or (call.reproducible and moved):
+            return False
+    return all(
+        (page == 1 or of_page == page * of_row) and _describable(store, call, config)
+        for store, (of_page, of_row) in zip((cache.k, cache.v), strides, strict=True)
     )
-    return page % config.BN == 0 and aligned
 
 
 def _page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:
@@ -327,15 +376,15 @@ def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:
     )  # fmt: skip
 
 
-def _descriptor(store: torch.Tensor, config: Config) -> Any:
-    """Rows of all heads end to end, in tiles of BN keys and one head."""
+def _descriptor(store: torch.Tensor, keys: int) -> Any:
+    """Rows of all heads end to end, in tiles of some keys and one head."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows = math.prod(store.shape[:-2])
     row, head, _ = store.stride()[-3:]
     columns = (store.shape[-2] - 1) * head + store.shape[-1]
     flat = store.as_strided((rows, columns), (row, 1))
-    return TensorDescriptor.from_tensor(flat, [config.BN, store.shape[-1]])
+    return TensorDescriptor.from_tensor(flat, [keys, store.shape[-1]])
 
 
 def _declines_merge(call: MergeCall) -> str | None:

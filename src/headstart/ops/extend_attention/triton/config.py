@@ -17,6 +17,8 @@ class Config:
     piece: keys of a piece of a tile that is cut, a multiple of BN. In the reproducible kernel it is
     also the block of absolute positions in which all keys are reduced.
     registers: most that a thread may take on NVIDIA, so that more programs fit; 0: any number.
+    resident: programs of a multiprocessor, where they stay for tile after tile, as in the
+    reproducible kernel without a window.
     """
 
     BM: int
@@ -25,6 +27,7 @@ class Config:
     warps: int
     piece: int = 1024
     registers: int = 0
+    resident: int = 1
 
 
 # Kind of device -> width of a row (the wider of D and DV, padded) -> configuration.
@@ -76,23 +79,30 @@ WINDOWED = {
     "rdna": {},
 }
 """Under a window, where it differs."""
+SCATTERED: dict[str, dict[int, Config]] = {"hopper": {64: Config(64, 32, 2, 4)}}
+"""Under a window where cached keys are copied row by row, where it differs in stages or registers
+from WINDOWED: tiles are the same, and so are the bits."""
 REPRODUCIBLE = {
     "hopper": {
-        64: Config(64, 64, 3, 4, piece=4096, registers=168),
-        128: Config(64, 64, 3, 4, piece=4096),
+        64: Config(64, 128, 2, 4, piece=4096, registers=168, resident=3),
+        128: Config(64, 64, 3, 4, piece=4096, resident=2),
         256: Config(128, 64, 2, 8, piece=4096),
         512: Config(32, 16, 2, 8),
     },
     "large": {
-        128: Config(64, 16, 3, 4),
+        64: Config(64, 64, 3, 4, registers=255, resident=2),
+        128: Config(64, 16, 3, 4, resident=2),
         256: Config(64, 16, 2, 8),
         512: Config(32, 16, 2, 8),
     },
-    "small": {128: Config(64, 16, 2, 4)},
+    "small": {
+        64: Config(64, 64, 2, 4, registers=255, resident=2),
+        128: Config(64, 16, 2, 4, resident=2),
+    },
     "cdna": {512: Config(32, 16, 1, 4)},
     "rdna": {},
 }
-"""The reproducible kernel without a window, where it differs: it holds two states of a tile."""
+"""The reproducible kernel without a window, where it differs."""
 
 
 def configuration(
@@ -101,6 +111,7 @@ def configuration(
     dtype: torch.dtype,
     *,
     windowed: bool,
+    scattered: bool = False,
     masked: bool = False,
     reproducible: bool = False,
     target: str = "cuda:90",
@@ -108,26 +119,29 @@ def configuration(
     """The one configuration of a kind of call; it never depends on lengths or on the batch.
 
     Entries of a custom mask take registers, so tiles are smaller; but not where bits are promised:
-    there a mask that says what the causal rule says must give the bits of that rule. target: as
-    `headstart static` names it.
+    there a mask that says what the causal rule says must give the bits of that rule. scattered:
+    cached keys are copied row by row. target: as `headstart static` names it.
 
     >>> configuration(64, 64, torch.bfloat16, windowed=True)
-    Config(BM=64, BN=32, stages=3, warps=4, piece=1024, registers=80)
+    Config(BM=64, BN=32, stages=3, warps=4, piece=1024, registers=80, resident=1)
     """
     kind = kind_of(target)
     width = max(padded(D), padded(DV))
     found = FULL[kind][width]
     if windowed:
         found = WINDOWED[kind].get(width, found)
+        if scattered and width in SCATTERED.get(kind, {}):
+            found = SCATTERED[kind][width]
     if reproducible and not windowed:
         found = REPRODUCIBLE[kind].get(width, found)
     if dtype == torch.float32:
         # Operands of twice the size, and products of several parts.
         if width == 64:
-            return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
+            resident = min(found.resident, 2)
+            return replace(found, BN=min(found.BN, 32), stages=1, registers=0, resident=resident)
         # Tiles of fewer than 64 rows are not given to Hopper's products over warp groups, which go
         # wrong over rows of 16 numbers (as `padded` says).
-        return replace(found, BM=32, BN=16, stages=1, warps=8, registers=0)
+        return replace(found, BM=32, BN=16, stages=1, warps=8, registers=0, resident=1)
     if masked and not reproducible:
         return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
     return found

@@ -13,7 +13,7 @@ too.
 import triton
 import triton.language as tl
 
-from headstart.ops.extend_attention.triton.keys import beside_float8, read_scale
+from headstart.ops.extend_attention.triton.keys import beside_float8, read_scale, scaled_numbers
 from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
@@ -23,7 +23,7 @@ from headstart.ops.extend_attention.triton.rows import (
     tile_of,
 )
 from headstart.ops.extend_attention.triton.softmax import NOTHING
-from headstart.ops.extend_attention.triton.sweep import clear, sweep, visible
+from headstart.ops.extend_attention.triton.sweep import clear, sweep, sweep_pairs, visible
 
 
 @triton.jit
@@ -53,11 +53,18 @@ def run_of_tiles(
     lower, upper = clear(first, last, start, count, window, causal, WINDOWED)
     if MASKED:
         upper = 0
-    acc, m, l = sweep(  # noqa: E741
-        acc, m, l, b_q, rows, (start, count, 0), (begin, held, tl.cdiv(lower, BN), upper // BN),
-        store, lists, tiles, numbers, FOUND, PAGE, DESCRIBED, causal, WINDOWED, MASKED, LISTED,
-        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
-    )  # fmt: skip
+    span = (begin, held, tl.cdiv(lower, BN), upper // BN)
+    if DESCRIBED and FOUND == "pages" and PAGE < BN:
+        acc, m, l = sweep_pairs(  # noqa: E741
+            acc, m, l, b_q, rows, (start, count, 0), span, lists[0], store[4], tiles, numbers,
+            PAGE, causal, WINDOWED, MASKED, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        acc, m, l = sweep(  # noqa: E741
+            acc, m, l, b_q, rows, (start, count, 0), span, store, lists, tiles, numbers,
+            FOUND, PAGE, DESCRIBED, causal, WINDOWED, MASKED, LISTED,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
     if DESCRIBED:
         # Rows behind the run belong to others: the keys of the last tile are read one by one.
         BR: tl.constexpr = 32 if BN > 32 else BN
@@ -98,10 +105,11 @@ def extend_kernel(
     "cached" or "". MASK: what a custom mask covers: "", "new" or "all". SCALES: whether the cache
     is float8. WIDE: whether cached keys meet float32 queries.
     """
-    n, row, length, first, piece, scratch = tile_of(sequences, tiles, listed, total, BT, HEADS)
+    i = tl.program_id(0)
+    n, row, length, first, piece, scratch = tile_of(i // HEADS, sequences, tiles, listed, total, BT)
     if first >= length:
         return
-    key_head, group_head = head_of(HEADS, GROUP, PACK)
+    key_head, group_head = head_of(i % HEADS, GROUP, PACK)
     o_t, o_row, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
     o_h += key_head * GROUP
     facts = facts_of(sequences, n)
@@ -123,16 +131,14 @@ def extend_kernel(
 
     last_piece = (piece < 0) | ((piece + 1) * PIECE >= cached)
     if FOUND != "":
-        OLD_FORM: tl.constexpr = "scaled" if SCALES and FORM == "plain" else FORM
-        b_old, old_inner, b_v_scale = b_q, inner, 1.0
+        b_old, b_v_scale, old_numbers = b_q, 1.0, (window, inner, factor)
         if WIDE:
             b_old = b_q.to(tl.float32)
         if SCALES:
             b_k_scale = read_scale(k_scale, k_number, key_head * k_scale_head)
             b_v_scale = read_scale(v_scale, v_number, key_head * v_scale_head)
             b_old, power = beside_float8(b_q)
-            old_inner = inner * b_k_scale * power
-        old_numbers = (window, old_inner, factor)
+            old_numbers = scaled_numbers(window, inner, factor, b_k_scale * power, FORM)
         old_k = cache_k + key_head.to(tl.int64) * cache_k_head
         old_v = cache_v + key_head.to(tl.int64) * cache_v_head
         k_strides = (cache_k_page, cache_k_row, cache_k_channel)
@@ -147,7 +153,7 @@ def extend_kernel(
             (old_k, old_v, k_strides, v_strides, where, 0), (places, positions, entry),
             (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
             old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
-            D, DV, BD, BDV, BN, OLD_FORM, PRECISION, STAGES,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
         )  # fmt: skip
         if SCALES and NEW != "cached":
             acc = acc * b_v_scale
@@ -161,7 +167,7 @@ def extend_kernel(
                 (old_k, old_v, k_strides, v_strides, where, border), (places, positions, where),
                 (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
                 CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, OLD_FORM, PRECISION, STAGES,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
             )  # fmt: skip
             if SCALES:
                 acc = acc * b_v_scale

@@ -90,7 +90,7 @@ def operand(b_x, dtype: tl.constexpr):
 
 @triton.jit
 def beside_float8(b_q):
-    """Queries [BM, BD] to multiply with float8 keys, and what the scores then lack: [BM, 1] or 1.
+    """Queries [BM, BD] to multiply with float8 keys, and what the scores then lack: [BM] or 1.
 
     float16 holds every e4m3 exactly and is the cheapest to turn it into. Rows of bfloat16 are
     divided by a power of two near their largest size, which leaves all digits above 2**-24 of it.
@@ -98,9 +98,20 @@ def beside_float8(b_q):
     b_near, power = b_q, 1.0
     if b_q.dtype == tl.bfloat16:
         b_wide = b_q.to(tl.float32)
-        size = tl.max(tl.abs(b_wide), 1, keep_dims=True)
+        size = tl.max(tl.abs(b_wide), 1)
         exponent = size.to(tl.uint32, bitcast=True) & 0x7F800000
         exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E000000)
         power = exponent.to(tl.float32, bitcast=True)
-        b_near = (b_wide * (0x7F000000 - exponent).to(tl.float32, bitcast=True)).to(tl.float16)
+        inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        b_near = (b_wide * inverse[:, None]).to(tl.float16)
     return b_near, power
+
+
+@triton.jit
+def scaled_numbers(window, inner, factor, scale, FORM: tl.constexpr):
+    """(window, inner, factor) of scores whose products lack `scale`, a number or one a row [BM]."""
+    if FORM == "plain":
+        factor = factor * scale
+    else:
+        inner = inner * scale
+    return window, inner, factor

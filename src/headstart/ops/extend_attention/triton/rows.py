@@ -25,13 +25,12 @@ def facts_of(sequences, n):
 
 
 @triton.jit
-def tile_of(sequences, tiles, listed, total, BT: tl.constexpr, HEADS: tl.constexpr):
-    """Sequence, row, length, first token, piece and scratch row of this program's tile.
+def tile_of(i, sequences, tiles, listed, total, BT: tl.constexpr):
+    """Sequence, row, length, first token, piece and scratch row of tile i.
 
-    Programs behind the listed tiles take the rows of no sequence; the sequence is -1 for them. The
-    first token is not below the length where there is nothing to do.
+    Tiles behind the listed ones are the rows of no sequence; the sequence is -1 for them. The first
+    token is not below the length where there is nothing to do.
     """
-    i = tl.program_id(0) // HEADS
     n = tl.full((), -1, tl.int32)
     first = (i - listed) * BT
     piece = n
@@ -52,9 +51,8 @@ def tile_of(sequences, tiles, listed, total, BT: tl.constexpr, HEADS: tl.constex
 
 
 @triton.jit
-def head_of(HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr):
-    """Key head of this program, and the first of its query heads within the group."""
-    block = tl.program_id(0) % HEADS
+def head_of(block, GROUP: tl.constexpr, PACK: tl.constexpr):
+    """Key head of a block of heads, and the first of its query heads within the group."""
     blocks: tl.constexpr = (GROUP + PACK - 1) // PACK
     return block // blocks, (block % blocks) * PACK
 

@@ -27,15 +27,43 @@ def finite(m):
 
 
 @triton.jit
+def column(x):
+    """A number as it is; numbers of rows [BM] as a column."""
+    found = x
+    if isinstance(x, tl.tensor):  # noqa: SIM102
+        if len(x.shape) == 1:
+            found = x[:, None]
+    return found
+
+
+@triton.jit
 def absorb(acc, m, l, b_s, b_v, factor, PRECISION: tl.constexpr):  # noqa: E741
-    """One tile of scores [BM, BN] and values [BN, BDV] into acc [BM, BDV], m and l [BM]."""
+    """One tile of scores [BM, BN] and values [BN, BDV] into acc [BM, BDV], m and l [BM].
+
+    factor: a number, or one a row [BM].
+    """
     m_new = tl.maximum(m, tl.max(b_s, 1) * factor)
     m_safe = finite(m_new)
-    b_p = tl.math.exp2(tl.fma(b_s, factor, -m_safe[:, None]))  # [BM, BN]
+    b_p = tl.math.exp2(tl.fma(b_s, column(factor), -m_safe[:, None]))  # [BM, BN]
     decay = tl.math.exp2(m - m_safe)
     l_new = tl.fma(l, decay, tl.sum(b_p, 1))
     acc = acc * decay[:, None]
     acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+    return acc, m_new, l_new
+
+
+@triton.jit
+def absorb_two(acc, m, l, b_s, b_v, factor, PRECISION: tl.constexpr):  # noqa: E741
+    """Two tiles side by side as one: pairs of scores and of values; factor: a number."""
+    m_new = tl.maximum(m, tl.maximum(tl.max(b_s[0], 1), tl.max(b_s[1], 1)) * factor)
+    m_safe = finite(m_new)
+    b_p = tl.math.exp2(tl.fma(b_s[0], factor, -m_safe[:, None]))
+    b_p_next = tl.math.exp2(tl.fma(b_s[1], factor, -m_safe[:, None]))
+    decay = tl.math.exp2(m - m_safe)
+    l_new = tl.fma(l, decay, tl.sum(b_p, 1) + tl.sum(b_p_next, 1))
+    acc = acc * decay[:, None]
+    acc = tl.dot(b_p.to(b_v[0].dtype), b_v[0], acc, input_precision=PRECISION)
+    acc = tl.dot(b_p_next.to(b_v[1].dtype), b_v[1], acc, input_precision=PRECISION)
     return acc, m_new, l_new
 
 

@@ -67,11 +67,21 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
 
 POINTERS = {
     "sinks": "*fp32", "lse": "*fp32", "part_acc": "*fp32", "part_m": "*fp32", "part_l": "*fp32",
+    "parked": "*fp32",
     "sequences": "*i64", "tiles": "*i32", "joins": "*i32", "places": "*i32", "positions": "*i32",
     "custom_mask": "*u8", "k_scale": "*fp32", "v_scale": "*fp32", "slots": "*i64",
 }  # fmt: skip
 NUMBERS = {"inner", "factor", "k_number", "v_number", "number"}
-UNALIGNED = {"total", "listed", "window", "tokens", "lse_token", "k_scale_head", "v_scale_head"}
+UNALIGNED = {
+    "work",
+    "total",
+    "listed",
+    "window",
+    "tokens",
+    "lse_token",
+    "k_scale_head",
+    "v_scale_head",
+}
 """Integers that are not known to be multiples of 16."""
 UNIT = {"cache_k_channel", "cache_v_channel", "o_channel", "lse_head", "row_channel", "channel"}
 """Strides that are 1 in plain calls, which makes them constants."""
@@ -137,7 +147,10 @@ def compiled(
             constexprs[argument] = 1 if argument in UNIT else None
         elif argument.endswith("_tiles"):
             columns = chosen["BD"] if "k_" in argument else chosen["BDV"]
-            signature[argument] = f"tensordesc<{kind}[{chosen['BN']},{columns}]>"
+            keys = chosen["BN"]
+            if argument.startswith("cache") and chosen["FOUND"] == "pages":
+                keys = min(keys, chosen["PAGE"])
+            signature[argument] = f"tensordesc<{kind}[{keys},{columns}]>"
         elif argument in POINTERS:
             signature[argument] = POINTERS[argument]
         elif argument in ("q", "k", "v", "o", "rows"):

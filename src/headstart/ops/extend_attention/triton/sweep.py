@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from headstart.ops.extend_attention.triton.keys import find, offsets, operand, read
-from headstart.ops.extend_attention.triton.softmax import NOTHING, absorb, tanh
+from headstart.ops.extend_attention.triton.softmax import NOTHING, absorb, absorb_two, column, tanh
 
 
 @triton.jit
@@ -39,13 +39,13 @@ def clear(first, last, start, count, window, CAUSAL: tl.constexpr, WINDOWED: tl.
 def score(b_q, b_k, inner, FORM: tl.constexpr, PRECISION: tl.constexpr):
     """Scores [BM, BN] of queries [BM, BD] and keys [BN, BD], in units that FORM names.
 
-    inner: a number, or one a row [BM, 1].
+    inner: a number, or one a row [BM].
     """
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if FORM == "scaled":
-        b_s = b_s * inner
+        b_s = b_s * column(inner)
     if FORM == "tanh":
-        b_s = tanh(b_s * inner)
+        b_s = tanh(b_s * column(inner))
     return b_s
 
 
@@ -196,6 +196,40 @@ def sweep(
         else:
             b_v = read(v + offsets(page, row, v_strides, PAGE), m_key, v_strides[2], DV, BDV)
         acc, m, l = absorb(acc, m, l, b_s, operand(b_v, dtype), factor, PRECISION)  # noqa: E741
+    return acc, m, l
+
+
+@triton.jit
+def sweep_pairs(
+    acc, m, l, b_q, rows, run, span, places, where, tiles, numbers,  # noqa: E741
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Absorb tiles of two whole pages each, read through descriptors; arguments as for `sweep`."""
+    start, count, _ = run
+    begin, end, clear_begin, clear_end = span
+    k_tiles, v_tiles, k_column, v_column = tiles
+    window, inner, factor = numbers
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        low = tile * (2 * PAGE)
+        p_page = places + where + 2 * tile
+        row = tl.load(p_page).to(tl.int32) * PAGE
+        next_row = tl.load(p_page + 1).to(tl.int32) * PAGE
+        b_s = score(b_q, k_tiles.load([row, k_column]), inner, FORM, PRECISION)
+        b_s_next = score(b_q, k_tiles.load([next_row, k_column]), inner, FORM, PRECISION)
+        if (tile < clear_begin) | (tile >= clear_end):
+            b_s = hide(
+                b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED,
+                b_q.dtype, PRECISION,
+            )  # fmt: skip
+            b_s_next = hide(
+                b_s_next, rows, low + PAGE, (start, count), window, CAUSAL, WINDOWED, MASKED,
+                b_q.dtype, PRECISION,
+            )  # fmt: skip
+        b_v, b_v_next = v_tiles.load([row, v_column]), v_tiles.load([next_row, v_column])
+        acc, m, l = absorb_two(  # noqa: E741
+            acc, m, l, (b_s, b_s_next), (b_v, b_v_next), factor, PRECISION
+        )
     return acc, m, l
 
 
