@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -26,11 +26,25 @@ SIZES = (128, 128)
 """The one (K, V) that the scan is written for."""
 COLUMNS = 64
 """Columns of V that one program holds: rows of the smallest product of a warp group."""
-STAGES = 3
-"""Chunks in shared memory: what 227 KiB hold."""
-REGISTERS = 168
-"""That each thread starts with: what twelve warps leave it. Warps that only copy, or that have
-nothing to do, give their own to those that compute."""
+
+
+class Form(NamedTuple):
+    """How a program of the scan is built; every form gives the same bits.
+
+    stages: chunks in shared memory; groups: blocks of V, each a group of four warps; registers:
+    that a thread starts with. Warps that only copy, or have nothing to do, give up theirs.
+    """
+
+    stages: int
+    groups: int
+    registers: int
+
+
+FORMS = {"deep": Form(3, 1, 168), "wide": Form(3, 2, 168), "short": Form(1, 1, 128)}
+"""deep: fastest for one sequence; wide: two groups share what they read; short: two programs on a
+multiprocessor, for sequences of few chunks."""
+SHORT = 4
+"""Chunks of a sequence, on average, up to which nothing is worth copying ahead."""
 PREPARE_REGISTERS = 168
 """Three programs of the pass before on a multiprocessor."""
 STEP, WAITING_STEP, TILE, START = 1.16, 1.35, 2.4, 12.0
@@ -140,14 +154,17 @@ def _scan(given: Given, sequences: int) -> None:
         "o_rows": _described(given["o"] if given["q"].shape[0] else T, COLUMNS),
         "k_edge_tiles": _described(T if tiles else given["k_edges"], K),
         "v_edge_tiles": _described(given["v_edges"] if given["CACHED"] else T, COLUMNS),
-        "BV": COLUMNS, "STAGES": STAGES, "PREPARERS": _preparers(given),
     }  # fmt: skip
-    # A group alone is faster; two, which share their tiles, do more at once.
-    blocks = V // COLUMNS
-    programs = blocks * HV * sequences
-    groups = own["GROUPS"] = 1 if programs <= 3 * processors(given["q"].device) else 2
-    grid = (own["PREPARERS"] + programs // groups,)
-    start(scan_kernel, grid, given | own, num_warps=4, maxnreg=REGISTERS)
+    programs, preparers = V // COLUMNS * HV * sequences, _preparers(given)
+    form = FORMS["deep"]
+    if programs > 3 * processors(given["q"].device):
+        chunks = given["last_item"] - given["first_item"]
+        form = FORMS["short" if chunks <= SHORT * sequences else "wide"]
+    own |= {
+        "BV": COLUMNS, "STAGES": form.stages, "GROUPS": form.groups, "PREPARERS": preparers,
+    }  # fmt: skip
+    grid = (preparers + programs // form.groups,)
+    start(scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers)
 
 
 def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:

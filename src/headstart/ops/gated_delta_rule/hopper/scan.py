@@ -93,14 +93,17 @@ def ready_until(
 
 @gluon.jit
 def copy_tiles(
-    q_chunks, k_chunks, v, T, P, k_edges, v_edges, from_start, strengths, to_end, clean,
-    sequences, base, read_slots, q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
-    n, head, block, first_item, last_item, q_head, k_head, v_head,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
+    given, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
     CACHED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     STREAMED: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, stage after stage."""
+    (
+        q_chunks, k_chunks, v, T, P, k_edges, v_edges,
+        from_start, strengths, to_end, clean, sequences, base, read_slots,
+        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
+        n, head, block, first_item, last_item, q_head, k_head, v_head,
+    ) = given  # fmt: skip
     ROWS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     rows = gl.arange(0, 64, layout=ROWS)
     row = gl.load(sequences + n * 8)
@@ -338,8 +341,9 @@ def chain(
         S = S * whole
         y, left = warpgroup_mma_wait(1, deps=[y, left])
         y = y * (inside * scale)[None, :]
-        if turn > 0:
-            mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
+        if STAGES > 1:
+            if turn > 0:
+                mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
         v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
         rounded = gl.convert_layout(v_new.to(dtype), BY_ROW)
         out = warpgroup_mma(rounded, P_ring.index(stage).permute((1, 0)), y, is_async=True)
@@ -348,6 +352,8 @@ def chain(
         out, rounded = warpgroup_mma_wait(1, deps=[out, rounded])
         ob = out.to(dtype)
         S, update = warpgroup_mma_wait(0, deps=[S, update])
+        if STAGES == 1:
+            mbarrier.arrive(empty.index(0), count=1)
         if HAS_SNAPSHOTS:
             if after >= 0:
                 target = after.to(gl.int64)
@@ -535,29 +541,44 @@ def scan_kernel(
         snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head, tail_v_slot,
         tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (chain, (
-                given, 0,
-                H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_STATE, HAS_READ,
-                HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS,
-                SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
-            )),
-            (chain, (
-                given, 1,
-                H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_STATE, HAS_READ,
-                HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS,
-                SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
-            )),
-            (copy_tiles, (
-                q_chunks, k_chunks, v_rows, T, P, k_edge_tiles, v_edge_tiles,
-                from_start, strengths, to_end, clean, sequences, base, read_slots,
-                q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring,
-                full, empty, n, head, block, first_item, last_item, q_head, k_head, v_head, H, HV,
-                K, BV, CACHED, TILES, STAGES, GROUPS,
-                PREPARERS > 0,
-            )),
-        ],
-        [4, 1],
-        [240, 24] if GROUPS == 2 else [24, 96],
+    copied = (
+        q_chunks, k_chunks, v_rows, T, P, k_edge_tiles, v_edge_tiles,
+        from_start, strengths, to_end, clean, sequences, base, read_slots,
+        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
+        n, head, block, first_item, last_item, q_head, k_head, v_head,
     )  # fmt: skip
+    if STAGES == 1:
+        gl.warp_specialize(
+            [
+                (chain, (
+                    given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
+                    HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
+                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
+                )),
+                (copy_tiles, (
+                    copied, H, HV, K, BV, CACHED, TILES, STAGES, GROUPS, PREPARERS > 0,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (chain, (
+                    given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
+                    HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
+                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
+                )),
+                (chain, (
+                    given, 1, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
+                    HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
+                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, STAGES, GROUPS,
+                )),
+                (copy_tiles, (
+                    copied, H, HV, K, BV, CACHED, TILES, STAGES, GROUPS, PREPARERS > 0,
+                )),
+            ],
+            [4, 1],
+            [240, 24] if GROUPS == 2 else [24, 96],
+        )  # fmt: skip

@@ -9,9 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from headstart.ops.gated_delta_rule.hopper.call import (
     COLUMNS,
+    FORMS,
     PREPARE_REGISTERS,
-    REGISTERS,
-    STAGES,
 )
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
@@ -58,18 +57,20 @@ def kernels(target: Target) -> list[StaticKernel]:
         name = f"prepare_hopper-K128-V128-{suffix}"
         options = {"maxnreg": PREPARE_REGISTERS}
         found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
-        for groups, preparers in ((1, 0), (2, 0), (1, 68)):
+        for form, preparers in (*((form, 0) for form in FORMS), ("deep", 68)):
+            stages, groups, registers = FORMS[form]
             own = common | {
-                "BV": COLUMNS, "STAGES": STAGES, "GROUPS": groups, "PREPARERS": preparers,
+                "BV": COLUMNS, "STAGES": stages, "GROUPS": groups,
+                "PREPARERS": preparers,
                 "NORMALISE": cached,
                 "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
                 "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1, "snap_k": 128, "snap_v": 1,
             }  # fmt: skip
-            kind_of = "streamed" if preparers else f"{groups}x64"
-            name = f"scan_hopper-K128-V128-{kind_of}-{suffix}"
-            options = {"maxnreg": REGISTERS}
+            beside = "-beside" if preparers else ""
+            name = f"scan_hopper-K128-V128-{form}{beside}-{suffix}"
+            options = {"maxnreg": registers}
             found.append(_kernel(name, scan_kernel, SCAN, own, kind, dtype, options))
     return found
 
