@@ -65,3 +65,14 @@ def test_every_make_target_says_what_it_does():
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
     told = re.findall(r"^([a-z-]+):.*## \S", makefile, re.M)
     assert sorted(phony.split()) == sorted(told)
+
+
+def test_every_kernel_is_launched_where_launches_are_recorded():
+    """A launch beside `launcher.start` would be missing from the calls that repeat it."""
+    direct = re.compile(r"\bkernel\[|\w+_kernel\[")
+    found = [
+        str(path.relative_to(ROOT))
+        for path in tracked()
+        if ROOT / "src" in path.parents and path.suffix == ".py" and direct.search(path.read_text())
+    ]
+    assert found == ["src/headstart/runtime/launcher.py"]

@@ -32,6 +32,7 @@ from headstart.ops.extend_attention.triton.config import (
     packing,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
+from headstart.runtime import launcher
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.launcher import (
     current,
@@ -161,7 +162,7 @@ def run(
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], config: Config) -> None:
     """Launch a kernel with the arguments it names."""
     named, options = launch_arguments(kernel, given, config)
-    kernel[grid](**named, **options)
+    launcher.start(kernel, grid, named, **options)
 
 
 def launch_arguments(

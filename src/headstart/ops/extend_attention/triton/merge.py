@@ -17,7 +17,7 @@ import triton.language as tl
 
 from headstart.ops.extend_attention.merge_spec import MergeCall
 from headstart.ops.extend_attention.triton.softmax import NOTHING, finite
-from headstart.runtime.launcher import current
+from headstart.runtime.launcher import current, start
 
 ELEMENTS = 2048
 """Elements of o that a program holds of a part."""
@@ -78,14 +78,15 @@ def merge(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:
     columns = triton.next_power_of_2(DV)
     rows = max(1, ELEMENTS // columns)
     if T:
+        given = (
+            tuple(part for part, _ in call.parts),
+            tuple(part for _, part in call.parts),
+            tuple(part.stride() for part, _ in call.parts),
+            tuple(part.stride() for _, part in call.parts),
+            None if call.sinks is None else call.sinks.contiguous(),
+            o, lse, T * HQ, HQ, *o.stride(), *lse.stride(), DV, columns, rows, len(call.parts),
+        )  # fmt: skip
+        arguments = dict(zip(merge_kernel.arg_names, given, strict=True))
         with current(call.device):
-            merge_kernel[(triton.cdiv(T * HQ, rows),)](
-                tuple(part for part, _ in call.parts),
-                tuple(part for _, part in call.parts),
-                tuple(part.stride() for part, _ in call.parts),
-                tuple(part.stride() for _, part in call.parts),
-                None if call.sinks is None else call.sinks.contiguous(),
-                o, lse, T * HQ, HQ, *o.stride(), *lse.stride(),
-                DV=DV, BDV=columns, BR=rows, PARTS=len(call.parts), num_warps=4,
-            )  # fmt: skip
+            start(merge_kernel, (triton.cdiv(T * HQ, rows),), arguments, num_warps=4)
     return o, lse

@@ -17,7 +17,7 @@ import triton.language as tl
 from headstart.ops.extend_attention.kv_cache import FP8, FP8_MAX
 from headstart.ops.extend_attention.triton.keys import read_scale
 from headstart.ops.extend_attention.write_spec import WriteCall
-from headstart.runtime.launcher import current
+from headstart.runtime.launcher import current, start
 
 ROWS = 16
 """Tokens that a program stores."""
@@ -78,12 +78,13 @@ def write(call: WriteCall) -> None:
     ):
         tensor = isinstance(scale, torch.Tensor)
         page, row = store.stride()[:2] if store.dim() == 4 else (store.stride(0), 0)
+        given = (
+            rows, store.view(torch.uint8) if quantised else store, call.slots.contiguous(),
+            scale if tensor else None, 1.0 if tensor or scale is None else float(scale),
+            tokens, *rows.stride(), page, row, store.stride(-2), store.stride(-1),
+            int(tensor and scale.numel() > 1), rows.shape[-1],
+            triton.next_power_of_2(rows.shape[-1]), ROWS, cache.page_size, quantised,
+        )  # fmt: skip
+        arguments = dict(zip(write_kernel.arg_names, given, strict=True))
         with current(call.device):
-            write_kernel[grid](
-                rows, store.view(torch.uint8) if quantised else store, call.slots.contiguous(),
-                scale if tensor else None, 1.0 if tensor or scale is None else float(scale),
-                tokens, *rows.stride(), page, row, store.stride(-2), store.stride(-1),
-                int(tensor and scale.numel() > 1),
-                SIZE=rows.shape[-1], BD=triton.next_power_of_2(rows.shape[-1]), BT=ROWS,
-                PAGE=cache.page_size, FP8=quantised, num_warps=4,
-            )  # fmt: skip
+            start(write_kernel, grid, arguments, num_warps=4)
