@@ -414,6 +414,28 @@ def test_strided_views_in_a_cache_give_the_bits_of_contiguous_tensors(rule, kind
         expect_same((o, kept, cache.export([0])), expected)
 
 
+def test_rows_that_fill_a_tile_give_the_bits_of_gathered_ones(rule):
+    """Eight value heads may be read where they lie; fewer of them are copied."""
+    x = draw(T, 4, 8, 32, 32, seed=17)
+    expected = whole(rule, x)
+    o, kept, export = whole(rule, x.but(v=torch.cat([x.v, x.v], 2)[..., 32:]))
+    expect_same((o, kept, export), expected)
+    o, kept, _ = whole(rule, heads_of(x, {}, slice(0, 2), slice(0, 4))[0])
+    assert torch.equal(o, expected[0][:, :4])
+    assert torch.equal(kept[192], expected[1][192][:4])
+
+
+def test_a_whole_chunk_of_drafts_stays_in_the_tail(rule):
+    x = draw(T, 4, 8, 32, 32, seed=18)
+    expected = whole(rule, x)[0]
+    cache = DeltaCache(1, **x.sizes, dtype=torch.float32, draft_tokens=64, device="cpu")
+    parts = [rule(*x[:64], schedule=Schedule([64], device="cpu"), state=cache.at([0])).o]
+    drafts = Schedule([64], start_positions=64, drafts=True, device="cpu")
+    parts.append(rule(*x[64:128], schedule=drafts, state=cache.at([0])).o)
+    parts.append(step(rule, x, 128, T, cache)[0])
+    assert torch.equal(torch.cat(parts), expected)
+
+
 # Plain states
 
 

@@ -73,10 +73,11 @@ def span_shapes(M: int, U: int, R: int, K: int, V: int, per_channel: bool) -> Sh
         }
     else:
         shapes |= {
-            "products": ((M, U, 2 * C, C), f),
+            "products": ((U, 2 * C, C), f),
             "read": ((U, 2 * C, R * V), f),
-            "sums": ((M, U, R, C, C), torch.float64),
-            "gamma": ((M, U, R, C, C), f),
+            "sums": ((U, R, C, C), torch.float64),
+            "gamma": ((U, R, C, C), f),
+            "to_end": ((M, U, R, C), f),
         }
     return shapes
 
@@ -89,7 +90,7 @@ class Chunk:
         C = CHUNK
         self.keys = b["keys"]  # [U, 2 C, K]
         self.k_columns = b["keys"][:, :C].mT  # [U, K, C]
-        self.norms, self.values, self.decay = b["norms"], b["values"], b["decay"]
+        self.norms, self.decay = b["norms"], b["decay"]
         self.lower = b["lower"].flatten(0, 1)  # [L, C, C], and so the next two
         self.inner = b["inner"].flatten(0, 1)
         self.inverse = b["inverse"].flatten(0, 1)
@@ -102,15 +103,14 @@ class Chunk:
             self.whole = b["from_start"][:, :, C - 1, :, None]  # [U, R, K, 1]
             self.scaled = b["scaled"]  # [U, R, 2 C, K]
         else:
-            self.products = b["products"]  # [U, 2 C, C]
             self.from_start = b["from_start"][..., None]  # [U, R, C, 1]
             self.whole = b["from_start"][:, None, :, C - 1, None]  # [U, 1, R, 1]
-            self.to_end = b["gamma"][:, :, C - 1].transpose(1, 2)[..., None]  # [U, C, R, 1]
+            self.to_end = b["to_end"].transpose(1, 2)[..., None]  # [U, C, R, 1]
 
 
 PER_CHUNK = (
-    *("keys", "norms", "values", "decay", "beta", "lower", "inner", "inverse", "from_start"),
-    *("scaled", "products", "gamma", "solved", "corners"),
+    *("keys", "norms", "decay", "beta", "lower", "inner", "inverse", "from_start"),
+    *("scaled", "to_end", "solved", "corners"),
 )
 
 
@@ -174,17 +174,22 @@ class Span:
         self.buffers["lower"][:count] *= beta[..., None]
         self._invert(slice(count), beta)
 
-    def advance(self, m: int, out: torch.Tensor | None, want_state: bool) -> None:
-        """o of chunk m into `out` [U, R, C, V], if given, and S after it into `state`."""
+    def advance(
+        self, m: int, values: torch.Tensor, out: torch.Tensor | None, want_state: bool
+    ) -> None:
+        """o of chunk m into `out`, if given, and S after it into `state`.
+
+        values, out: [U, R, C, V], v and o of the chunk.
+        """
         b, chunk = self.buffers, self.chunks[m]
         if self.per_channel:
             L, _, K = chunk.scaled.flatten(0, 1).shape
             state = self.state_lanes.transpose(1, 2).reshape(L, K, -1)
             torch.bmm(chunk.scaled.flatten(0, 1), state, out=b["read"])
-            torch.sub(chunk.values, self.read_k, out=b["rest"])
+            torch.sub(values, self.read_k, out=b["rest"])
         else:
             torch.bmm(chunk.keys, b["state"], out=b["read"])  # [2 C, K] @ [K, R V]
-            torch.addcmul(chunk.values, self.read_k, chunk.from_start, value=-1, out=b["rest"])
+            torch.addcmul(values, self.read_k, chunk.from_start, value=-1, out=b["rest"])
         torch.bmm(chunk.inverse, self.rest, out=b["v_new"])
         spoiled = None
         if self.always_careful or not math.isfinite(float(b["v_new"].sum())):
@@ -243,17 +248,20 @@ class Span:
         torch.mul(b["corners"], -columns[:, :, 0], out=inverse[..., HALF:, :HALF])
 
     def _head_products(self, count: int) -> None:
-        """Fill `lower` (without beta), `inner`, `from_start` and `gamma`."""
-        names = ("decay", "products", "sums", "gamma", "from_start", "lower", "inner")
+        """Fill `lower` (without beta), `inner`, `from_start` and `to_end`."""
+        names = ("decay", "from_start", "to_end", "lower", "inner")
         b, C = {name: self.buffers[name][:count] for name in names}, CHUNK
-        for chunk in self.chunks[:count]:
-            torch.bmm(chunk.keys, chunk.k_columns, out=chunk.products)  # [2 C, K] @ [K, C]
+        products, exponents, gamma = (self.buffers[name] for name in ("products", "sums", "gamma"))
         sums = b["decay"].double().clamp_(min=FORGOTTEN).cumsum(-1)
-        torch.exp(b["from_start"].copy_(sums), out=b["from_start"])
-        torch.sub(sums[..., None], sums[..., None, :], out=b["sums"])
-        gamma = b["gamma"].copy_(b["sums"]).exp_().tril_()
-        torch.mul(b["products"][:, :, None, :C], gamma, out=b["lower"])
-        torch.mul(b["products"][:, :, None, C:], gamma, out=b["inner"])
+        b["from_start"].copy_(sums).exp_()
+        # Chunk by chunk, since Gamma and both products then stay in the second-level cache.
+        for m, chunk in enumerate(self.chunks[:count]):
+            torch.bmm(chunk.keys, chunk.k_columns, out=products)  # [2 C, K] @ [K, C]
+            torch.sub(sums[m, ..., None], sums[m, ..., None, :], out=exponents)
+            gamma.copy_(exponents).exp_().tril_()
+            b["to_end"][m] = gamma[:, :, C - 1]
+            torch.mul(products[:, None, :C], gamma, out=b["lower"][m])
+            torch.mul(products[:, None, C:], gamma, out=b["inner"][m])
 
     def _channel_products(self, chunk: Chunk) -> None:
         """The same with a decay per channel: exp(g) scales rows of S, so keys carry Gamma."""

@@ -157,24 +157,40 @@ class GroupScan:
             count + 1 < len(run.step.chunks) or run.step.fold >= self._ends(run, count)
             for run in active
         )
-        self.span.advance(m, out, want_state)
+        self.span.advance(m, self._values(active[0], count, m), out, want_state)
         for run in active:
             if out is self.span.out:
                 self._store(run, count)
             self._pass(run, count)
 
     def _place(self, active: list[Run], count: int) -> torch.Tensor | None:
-        """Where o of the chunk goes, [U, R, C, V]: its own rows if a single run fills the tile."""
-        out, run = self.span.out, active[0]
-        new = self._new_rows(run, count)
-        fills = len(new) == CHUNK and run.units == slice(0, out.shape[0])
-        if fills and out.shape[3] == self.V and self.o.dtype == out.dtype:
-            return self._rows_of_o(run, new).movedim(0, 2)
-        return out if any(self._new_rows(run, count) for run in active) else None
+        """Where o of the chunk goes, [U, R, C, V]: its own rows, or the tile; None for no rows."""
+        new = self._new_rows(active[0], count)
+        if self._fills(active[0], len(new), self.o):
+            return self._rows(self.o, active[0], new).movedim(0, 2)
+        return self.span.out if any(self._new_rows(run, count) for run in active) else None
 
-    def _rows_of_o(self, run: Run, new: range) -> torch.Tensor:
+    def _values(self, run: Run, count: int, m: int) -> torch.Tensor:
+        """v of the chunk, [U, R, C, V]: its own rows, or the tile that they were gathered into."""
+        new = self._new_rows(run, count)
+        if self._fills(run, len(new), self.v):
+            return self._rows(self.v, run, new).movedim(0, 2)
+        return self.buffers["values"][m]
+
+    def _fills(self, run: Run, rows: int, x: torch.Tensor) -> bool:
+        """Whether so many rows of v or o, [T, H, R, V], are all of a chunk's tile, and like it."""
+        tile = self.span.out
+        return (
+            rows == CHUNK
+            and run.units == slice(0, tile.shape[0])
+            and x.shape[3] == tile.shape[3]
+            and x.dtype == tile.dtype
+        )
+
+    def _rows(self, x: torch.Tensor, run: Run, new: range) -> torch.Tensor:
+        """The run's heads of x [T, H, ...] at the positions `new`."""
         first = run.step.row - run.step.start
-        return self.o[first + new.start : first + new.stop, run.heads]
+        return x[first + new.start : first + new.stop, run.heads]
 
     def _ends(self, run: Run, count: int) -> int:
         """Position that the sequence has reached after its chunk `count`."""
@@ -267,19 +283,19 @@ class GroupScan:
 
     def _gather(self, run: Run, places: slice, new: range) -> None:
         """The new tokens at positions `new` into the chunks `places` of the span."""
-        b, step = self.buffers, run.step
-        rows = slice(step.row + new.start - step.start, step.row + new.stop - step.start)
-        count = places.stop - places.start
-        at = slice(new.start % CHUNK, new.start % CHUNK + len(new) // count)
+        b, count = self.buffers, places.stop - places.start
+        rows = len(new) // count
+        at = slice(new.start % CHUNK, new.start % CHUNK + rows)
 
         def taken(x: torch.Tensor) -> torch.Tensor:
-            return x[rows, run.heads].unflatten(0, (count, -1))
+            return self._rows(x, run, new).unflatten(0, (count, -1))
 
         keys = b["keys"][places, run.units, :, : self.K].unflatten(2, (2, CHUNK))
         keys[:, :, 0, at].copy_(taken(self.k).transpose(1, 2))
         keys[:, :, 1, at].copy_(taken(self.q).transpose(1, 2))
-        values = b["values"][places, run.units, :, at, : self.V]
-        values.copy_(taken(self.v).movedim(1, 3))
+        if not self._fills(run, rows, self.v):
+            values = b["values"][places, run.units, :, at, : self.V]
+            values.copy_(taken(self.v).movedim(1, 3))
         decay, beta = self._decay(run, places, at), b["beta"][places, run.units, :, at]
         if self.g is not None:
             decay.copy_(taken(self.g).movedim(1, 3))
@@ -312,11 +328,11 @@ class GroupScan:
             return
         begin = step.chunks[count] * CHUNK
         if step.tail:
-            self._exchange(run, m, range(begin, min(begin + CHUNK, step.start)), read=True)
+            self._exchange(run, m, count, range(begin, min(begin + CHUNK, step.start)), read=True)
         new = self._new_rows(run, count)
-        self._exchange(run, m, range(max(new.start, step.fold), new.stop), read=False)
+        self._exchange(run, m, count, range(max(new.start, step.fold), new.stop), read=False)
 
-    def _exchange(self, run: Run, m: int, positions: range, read: bool) -> None:
+    def _exchange(self, run: Run, m: int, count: int, positions: range, read: bool) -> None:
         if not positions:
             return
         cache = self.stores.tail_cache
@@ -326,7 +342,7 @@ class GroupScan:
         ring = torch.arange(positions.start, positions.stop, device=cache.device) % cache.tail_rows
         at = slice(positions.start % CHUNK, positions.start % CHUNK + len(positions))
         keys = self.buffers["keys"][m, run.units, at, : self.K]
-        values = self.buffers["values"][m, run.units, :, at, : self.V]
+        values = self._values(run, count, m)[run.units, :, at, : self.V]
         decay, beta = self._decay(run, m, at), self.buffers["beta"][m, run.units, :, at]
         pairs = (
             (keys, t["tail_k"][slot, run.heads]),
@@ -348,7 +364,7 @@ class GroupScan:
         if new := self._new_rows(run, count):
             at = slice(new.start % CHUNK, new.start % CHUNK + len(new))
             out = self.span.out[run.units, :, at, : self.V]
-            self._rows_of_o(run, new).copy_(out.movedim(2, 0))
+            self._rows(self.o, run, new).copy_(out.movedim(2, 0))
 
     def _pass(self, run: Run, count: int) -> None:
         """Keep and write the state that the chunk leaves, where that is asked for."""
