@@ -60,6 +60,7 @@ def cached(*lengths, drafts=0, **schedule):
 
 CALLS = {
     "plain": lambda: (inputs(100, 1, 2), {"return_state": True}),
+    "long": lambda: (inputs(2560, 16, 32), {}),
     "one head, a state": lambda: (
         inputs(64, 1, 1, torch.float16),
         {"state": torch.zeros(1, 1, 128, 128), "return_state": True},
@@ -98,17 +99,21 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_call_launches_compiles(monkeypatch, name):
-    found = []
+    found, launched = [], []
 
     def compile(kernel, grid, given, **options):
         found.append(compiled(kernel, given, **options))
+        launched.append((kernel.__name__, given.get("PREPARERS", 0)))
 
     monkeypatch.setattr(launch, "start", lambda *a, **k: None)
     monkeypatch.setattr(hopper, "start", compile)
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
     tensors, options = CALLS[name]()
     arguments = dict.fromkeys(("schedule", "state", "snapshots", "scale", "reproducible"))
     arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
     arguments |= {"workspace": None, "out": None} | options
     hopper.run(spec.bind(*tensors, **arguments))
-    assert found
+    # A long sequence is prepared beside its scan, by processors that the scan leaves free.
+    beside = [("scan_kernel", 68)]
+    assert launched == (beside if name == "long" else [("prepare_kernel", 0), ("scan_kernel", 0)])
     assert all("wgmma" in kernel.asm["ptx"] for kernel in found)

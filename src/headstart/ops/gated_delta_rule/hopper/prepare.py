@@ -208,16 +208,19 @@ def least_and_most(a, b, c, d):
 
 
 @gluon.jit
-def scratch(dtype: gl.constexpr, K: gl.constexpr):
-    """Shared memory of whoever prepares one chunk at a time."""
+def scratch(dtype: gl.constexpr, K: gl.constexpr, STREAMED: gl.constexpr):
+    """Shared memory of whoever prepares one tile after another, or one alone."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     q_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
     k_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
-    # Columns of v, and later P and T.
     halves = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
+    # P and T: where v was, or beside it, so that the next v can come.
+    made = halves
+    if STREAMED:
+        made = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
     zeros = gl.allocate_shared_memory(dtype, [8, 64], FLAT)
     a_blocks = gl.allocate_shared_memory(gl.float16, [3, 64, 16], BLOCKS)
     d_block = gl.allocate_shared_memory(gl.float16, [64, 16], BLOCKS)
@@ -225,30 +228,70 @@ def scratch(dtype: gl.constexpr, K: gl.constexpr):
     mbarrier.init(bar, count=1)
     zeros.store(gl.zeros([8, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
-    return q_tile, k_tile, halves, zeros, a_blocks, d_block, bar
+    return q_tile, k_tile, halves, made, zeros, a_blocks, d_block, bar
+
+
+@gluon.jit
+def skipped(items, sequences, base, item, head, HV: gl.constexpr, CACHED: gl.constexpr):
+    """Whether an item is none, or lies before the state of its slot."""
+    n = gl.load(items + item * 3)
+    none = n < 0
+    if CACHED:
+        # The heads of a slot stand at one position.
+        stands = gl.load(base + gl.maximum(n, 0) * HV + head)
+        none = none | (gl.load(items + item * 3 + 1) + 64 <= stands)
+    return none
+
+
+@gluon.jit
+def fetch(
+    rows, shared, local, head,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Ask for an item's q, k and v where its chunk lies whole in the call's rows."""
+    q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head = rows
+    q_tile, k_tile, halves, bar = shared[0], shared[1], shared[2], shared[7]
+    item = first_item + local
+    key_head = head // (HV // H)
+    n = gl.load(items + item * 3)
+    low = gl.load(items + item * 3 + 1)
+    row = gl.load(sequences + n * 8)
+    start = gl.load(sequences + n * 8 + 1)
+    end = start + gl.load(sequences + n * 8 + 2)
+    source = row + low - start
+    if (low >= start) & (low + 64 <= end):
+        bytes: gl.constexpr = 64 * (V + (0 if TILES else 2 * K)) * 2
+        mbarrier.expect(bar, bytes)
+        if not TILES:
+            tma.async_copy_global_to_shared(k_rows, [source, key_head * k_head], bar, k_tile)
+            tma.async_copy_global_to_shared(q_rows, [source, key_head * q_head], bar, q_tile)
+        for half in gl.static_range(2):
+            column = head * v_head + half * 64
+            tma.async_copy_global_to_shared(v_rows, [source, column], bar, halves.index(half))
 
 
 @gluon.jit
 def prepare_item(
-    given, shared, local, head, phase,
+    rows, given, shared, local, head, phase, following, count,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
-    """T and P of an item's head; the phase of the barrier in `shared` after it.
+    """T and P of an item's head, whose tiles were asked for; the phase of the barrier after it.
 
-    STREAMED: a scan waits for them, see READY.
+    STREAMED: a scan waits for them, see READY; the tiles of unit `following` (of `count` items) are
+    asked for as soon as there is room.
     """
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     (
-        q_rows, k_rows, v_rows, T, P, T_rows, P_rows,
+        T, P, T_rows, P_rows,
         q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
         sums, from_start, strengths, clean, base, sequences, items, slots,
         first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
         tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
     ) = given  # fmt: skip
-    q_tile, k_tile, halves, zeros, a_blocks, d_block, bar = shared
+    q_tile, k_tile, halves, made, zeros, a_blocks, d_block, bar = shared
     dtype: gl.constexpr = k.dtype.element_ty
     item = first_item + local
     key_head = head // (HV // H)
@@ -273,15 +316,6 @@ def prepare_item(
     whole = (low >= start) & (low + 64 <= end)
     edge = (2 * n + gl.where(item > begin, 1, 0)).to(gl.int64)
 
-    if whole:
-        bytes: gl.constexpr = 64 * (V + (0 if TILES else 2 * K)) * 2
-        mbarrier.expect(bar, bytes)
-        if not TILES:
-            tma.async_copy_global_to_shared(k_rows, [source, key_head * k_head], bar, k_tile)
-            tma.async_copy_global_to_shared(q_rows, [source, key_head * q_head], bar, q_tile)
-        for half in gl.static_range(2):
-            column = head * v_head + half * 64
-            tma.async_copy_global_to_shared(v_rows, [source, column], bar, halves.index(half))
     # Gates arrive while tiles do.
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
@@ -324,6 +358,12 @@ def prepare_item(
     )  # fmt: skip
     spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
     products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
+    if STREAMED:
+        gl.thread_barrier()
+        if following < count * HV:
+            another = first_item + following // HV
+            if not skipped(items, sequences, base, another, following % HV, HV, CACHED):
+                fetch(rows, shared, following // HV, following % HV, H, HV, K, V, TILES)
     norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
     spoiled = gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
     clean_row, wild = gl.reduce(
@@ -342,7 +382,7 @@ def prepare_item(
     later = i[:, None] - j[None, :]
     scores = gl.where((later >= 0) & kept_j, p * (G * scale), 0.0)
     A = gl.where((later > 0) & kept_i, products * G * b, 0.0)
-    halves.index(0).store(scores.to(dtype))
+    made.index(0).store(scores.to(dtype))
     grown = 64
     if wild > 0:
         inverse = unit_lower_inverse(A, a_blocks, d_block, True)
@@ -355,7 +395,7 @@ def prepare_item(
     else:
         inverse = unit_lower_inverse(A, a_blocks, d_block, False)
         inverse = gl.convert_layout(inverse, ROW)
-    halves.index(1).store(inverse.to(dtype))
+    made.index(1).store(inverse.to(dtype))
     clean_row = gl.minimum(clean_row, grown)
     if clean_row < 64:
         gl.store(from_start + square + i, float("nan"), mask=i >= clean_row)
@@ -363,16 +403,16 @@ def prepare_item(
         # Ordinary stores: those of the copy engine end at a time that nobody is told.
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))[:, None]
         lines = rows * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))[None, :]
-        gl.store(P_rows + square * 64 + lines, halves.index(0).load(LINES))
-        gl.store(T_rows + square * 64 + lines, halves.index(1).load(LINES))
+        gl.store(P_rows + square * 64 + lines, made.index(0).load(LINES))
+        gl.store(T_rows + square * 64 + lines, made.index(1).load(LINES))
         fence_async_shared()
         gl.thread_barrier()
         gl.atomic_xchg(clean + tile, clean_row + READY, sem="release", scope="gpu")
     else:
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(P, [tile * 64, 0], halves.index(0))
-        tma.async_copy_shared_to_global(T, [tile * 64, 0], halves.index(1))
+        tma.async_copy_shared_to_global(P, [tile * 64, 0], made.index(0))
+        tma.async_copy_shared_to_global(T, [tile * 64, 0], made.index(1))
         if clean_row < 64:
             gl.store(clean + tile, clean_row)
     return phase
@@ -398,17 +438,19 @@ def prepare_kernel(
     local = gl.program_id(1)
     if skipped(items, sequences, base, first_item + local, head, HV, CACHED):
         return
-    shared = scratch(k.dtype.element_ty, K)
+    shared = scratch(k.dtype.element_ty, K, False)
     gl.thread_barrier()
+    rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
     given = (
-        q_rows, k_rows, v_rows, T, P, q, q,
+        T, P, q, q,
         q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
         sums, from_start, strengths, clean, base, sequences, items, slots,
         first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
         tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
     )  # fmt: skip
+    fetch(rows, shared, local, head, H, HV, K, V, TILES)
     prepare_item(
-        given, shared, local, head, gl.to_tensor(0),
+        rows, given, shared, local, head, gl.to_tensor(0), 0, 0,
         H, HV, K, V, NORMALISE, CACHED, TILES, False,
     )  # fmt: skip
     tma.store_wait(0)
@@ -416,30 +458,22 @@ def prepare_kernel(
 
 @gluon.jit
 def prepare_items(
-    given, shared, first, step, count,
+    rows, given, shared, first, step, count,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Heads of `count` items, every step-th from `first` on, beside a scan that waits for them."""
-    items, sequences, base, first_item = given[22], given[21], given[20], given[24]
+    items, sequences, base, first_item = given[19], given[18], given[17], given[21]
     phase = gl.to_tensor(0)
+    if first < count * HV:
+        item = first_item + first // HV
+        if not skipped(items, sequences, base, item, first % HV, HV, CACHED):
+            fetch(rows, shared, first // HV, first % HV, H, HV, K, V, TILES)
     for unit in range(first, count * HV, step):
         local = unit // HV
         head = unit % HV
         if not skipped(items, sequences, base, first_item + local, head, HV, CACHED):
             phase = prepare_item(
-                given, shared, local, head, phase,
+                rows, given, shared, local, head, phase, unit + step, count,
                 H, HV, K, V, NORMALISE, CACHED, TILES, True,
             )  # fmt: skip
-
-
-@gluon.jit
-def skipped(items, sequences, base, item, head, HV: gl.constexpr, CACHED: gl.constexpr):
-    """Whether an item is none, or lies before the state of its slot."""
-    n = gl.load(items + item * 3)
-    none = n < 0
-    if CACHED:
-        # The heads of a slot stand at one position.
-        stands = gl.load(base + gl.maximum(n, 0) * HV + head)
-        none = none | (gl.load(items + item * 3 + 1) + 64 <= stands)
-    return none

@@ -474,8 +474,9 @@ def scan_kernel(
     q_chunks .. k_rows are descriptors.
     """
     if gl.program_id(0) < PREPARERS:
+        rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
         given = (
-            q_rows, k_rows, v_rows, T, P, T_rows, P_rows,
+            T, P, T_rows, P_rows,
             q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
             sums, from_start, strengths, clean, base, sequences, items, slots,
             first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
@@ -483,22 +484,22 @@ def scan_kernel(
         )  # fmt: skip
         first = gl.program_id(0) * 3
         count = last_item - first_item
-        a = scratch(q.dtype.element_ty, K)
-        b = scratch(q.dtype.element_ty, K)
-        c = scratch(q.dtype.element_ty, K)
+        a = scratch(q.dtype.element_ty, K, True)
+        b = scratch(q.dtype.element_ty, K, True)
+        c = scratch(q.dtype.element_ty, K, True)
         gl.thread_barrier()
         gl.warp_specialize(
             [
                 (prepare_items, (
-                    given, a, first, PREPARERS * 3, count,
+                    rows, given, a, first, PREPARERS * 3, count,
                     H, HV, K, V, NORMALISE, CACHED, TILES,
                 )),
                 (prepare_items, (
-                    given, b, first + 1, PREPARERS * 3, count,
+                    rows, given, b, first + 1, PREPARERS * 3, count,
                     H, HV, K, V, NORMALISE, CACHED, TILES,
                 )),
                 (prepare_items, (
-                    given, c, first + 2, PREPARERS * 3, count,
+                    rows, given, c, first + 2, PREPARERS * 3, count,
                     H, HV, K, V, NORMALISE, CACHED, TILES,
                 )),
             ],
