@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,26 @@ if TYPE_CHECKING:
     from headstart.evidence.stages import StagesResult
 
 
+ELSEWHERE = {"trace": "headstart.cli.bench_trace"}
+"""Subcommand -> the module that has it, as an attribute of the same name."""
+
+
 class WithDefault(click.Group):
     """A group whose command `run` may be left out: `bench CASE` is `bench run CASE`."""
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the subcommands."""
+        return sorted([*self.commands, *ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The subcommand called `cmd_name`, or None."""
+        if cmd_name in ELSEWHERE:
+            return getattr(importlib.import_module(ELSEWHERE[cmd_name]), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put `run` in front of what names no command."""
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+        if args and args[0] not in self.list_commands(ctx) and args[0] not in ctx.help_option_names:
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -124,7 +139,7 @@ def run(
                     groups=None if check == "all" else int(check),
                     noise_floor=not no_noise_floor,
                     ceilings=ceilings[case.dtype],
-                    progress=_progress(case.id),
+                    progress=progress(case.id),
                 )
             except DeviceLost as lost:
                 left = ", ".join(other.id for other in chosen[number + 1 :]) or "no other case"
@@ -180,7 +195,7 @@ def stages(
             against=against,
             seed=seed,
             rounds=rounds,
-            progress=_progress(case.id),
+            progress=progress(case.id),
         )
         results += found
         _print_stages(found, top)
@@ -370,7 +385,7 @@ def _device(name: str | None) -> torch.device:
     return place
 
 
-def _progress(case: str) -> Callable[[str], None]:
+def progress(case: str) -> Callable[[str], None]:
     """A line on a terminal's stderr that says what is being done."""
     if not sys.stderr.isatty():
         return lambda words: None

@@ -68,10 +68,11 @@ class Recorder:
         }
         for name in row_names:
             record.rows.setdefault(name, []).append(arguments[name][first:].clone())
-        record.results.append(_rows_of(operation, result)[first:].clone())
+        record.results.append(rows_of(operation, result)[first:].clone())
 
 
-def _rows_of(operation: str, result: Any) -> torch.Tensor:
+def rows_of(operation: str, result: Any) -> torch.Tensor:
+    """The rows that an operation gave, one a token."""
     field_name = {"causal_conv1d": "y", "gated_delta_rule": "o"}.get(operation)
     return result if field_name is None else getattr(result, field_name)
 
@@ -110,7 +111,7 @@ def replay(
         )
         operations += 1
         values += wanted.numel()
-        bits += differing_bits(_rows_of(operation, result), wanted)
+        bits += differing_bits(rows_of(operation, result), wanted)
     return Replay(operations, values, bits)
 
 

@@ -1,0 +1,270 @@
+"""`headstart bench trace`: traffic on a prefix cache, as bookkeeping, on a model, as workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headstart.cli.bench import progress
+from headstart.cli.commands import need, seed_option
+
+if TYPE_CHECKING:
+    from headstart.evidence.traffic.bookkeeping import HitShare
+    from headstart.evidence.traffic.replay import Replayed
+    from headstart.evidence.traffic.workloads import Workload
+
+PARTS = ("bookkeeping", "replay", "workloads")
+GIB = 2**30
+
+
+@click.command()
+@click.option(
+    "--trace",
+    "trace_file",
+    required=True,
+    metavar="FILE|seed:N",
+    help="A request trace, or a made one.",
+)
+@click.option("--requests", default="200", show_default=True, metavar="N|all", help="Of a sample.")
+@click.option(
+    "--parts",
+    default="bookkeeping,replay",
+    show_default=True,
+    metavar="A,B,...",
+    help="bookkeeping, replay (on a model), workloads (timed operations).",
+)
+@click.option(
+    "--policies",
+    default="ends,branches,geometric,thinned",
+    show_default=True,
+    metavar="A,B,...",
+    help="Where states are kept; `replay` and `workloads` take geometric.",
+)
+@click.option(
+    "--budgets",
+    default="8,16,32,64,none",
+    show_default=True,
+    metavar="GIB,...",
+    help="Of the bookkeeping; workloads take the hits of the last.",
+)
+@click.option(
+    "--sizes",
+    default="qwen3-next-80b",
+    show_default=True,
+    metavar="MODEL",
+    help="Whose pages, states and heads bookkeeping and workloads count.",
+)
+@click.option(
+    "--strict-text", is_flag=True, help="What only begins as all prompts do continues none."
+)
+@click.option(
+    "--model", default="tiny-qwen3-next", show_default=True, metavar="NAME|DIR", help="To replay."
+)
+@click.option(
+    "--shorten",
+    type=click.Choice(("1", "2", "4", "8")),
+    default="8",
+    show_default=True,
+    help="Divide all lengths of the replay.",
+)
+@click.option(
+    "--replay-budget", default="1", show_default=True, metavar="GIB", help="Of the replay's cache."
+)
+@click.option(
+    "--step-tokens",
+    type=click.IntRange(min=64),
+    default=8192,
+    show_default=True,
+    help="New tokens of a step of the workloads.",
+)
+@click.option("--rounds", type=click.IntRange(min=3), default=6, show_default=True)
+@click.option("--device", default="cpu", show_default=True, metavar="DEVICE")
+@seed_option("Of the sample.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@click.pass_context
+def trace(
+    ctx: click.Context,
+    trace_file: str,
+    requests: str,
+    parts: str,
+    policies: str,
+    budgets: str,
+    sizes: str,
+    strict_text: bool,
+    model: str,
+    shorten: str,
+    replay_budget: str,
+    step_tokens: int,
+    rounds: int,
+    device: str,
+    seed: int,
+    json_file: str | None,
+) -> None:
+    """Replay a request trace: what prefix hits find, that they change no bit, what they save.
+
+    Exits with 1 if a bit differs between a hit and a cold prefill.
+    """
+    need("evidence", "pydantic", "numpy")
+    from headstart.cli.verify import place
+    from headstart.evidence import runs
+    from headstart.evidence.traffic.bookkeeping import MODELS, hit_shares
+    from headstart.evidence.traffic.trace import read, texts
+    from headstart.integrations.snapshot_policy import POLICIES
+    from headstart.runtime.checks import expect_choice
+
+    chosen = _listed("parts", parts, PARTS)
+    names = _listed("policies", policies, tuple(POLICIES))
+    bounds = [_bytes("budgets", word) for word in budgets.split(",")]
+    replay_bound = _bytes("replay-budget", replay_budget)
+    expect_choice("sizes", sizes, tuple(MODELS))
+    if requests != "all" and not (requests.isdecimal() and int(requests)):
+        raise ValueError(f"requests: expected a positive number or all, got {requests!r}")
+    on = place(device)
+    if json_file is not None:
+        runs.expect_writable(json_file)
+    whole = read(trace_file)
+    sample = whole if requests == "all" else whole.sample(int(requests), seed)
+    results: list[Any] = []
+
+    def keep(found: Sequence[Any]) -> None:
+        results.extend(found)
+        if json_file is not None:  # after every part: a run that is cut short is not lost
+            options = {name: value for name, value in ctx.params.items() if name != "json_file"}
+            runs.save(json_file, "trace", results, options)
+
+    texts_of_sample = texts(sample, strict=strict_text)
+    if "bookkeeping" in chosen:
+        shares = hit_shares(sample, texts_of_sample, model=sizes, policies=names, budgets=bounds)
+        keep(shares)
+        _print_shares(shares)
+    broken = False
+    if "replay" in chosen:
+        need("models", "transformers", "safetensors", "tokenizers")
+        from headstart.evidence.prefill.loading import load
+        from headstart.evidence.traffic.replay import replay_on_model
+
+        replayed = replay_on_model(
+            load(model, device=on),
+            texts(sample.shortened(int(shorten)), strict=strict_text),
+            shortened=int(shorten),
+            budget=replay_bound,
+            progress=progress("replay"),
+        )
+        keep([replayed])
+        _print_replay(replayed)
+        broken = bool(replayed.differing)
+    if "workloads" in chosen:
+        from headstart.evidence.traffic.workloads import COLD, time_workloads
+
+        shares = hit_shares(sample, texts_of_sample, model=sizes, budgets=bounds[-1:])
+        hits = {one.grain: one.hits for one in shares if one.text == "synthetic"}
+        timed = time_workloads(
+            [one.prompt for one in sample.requests],
+            {COLD: [0] * len(sample.requests)} | hits,
+            model=sizes,
+            device=on,
+            step_tokens=step_tokens,
+            rounds=rounds,
+            progress=progress("workloads"),
+        )
+        keep(timed)
+        _print_workloads(timed)
+    ctx.exit(1 if broken else 0)
+
+
+def _listed(option: str, words: str, known: Sequence[str]) -> list[str]:
+    """The words of a list with commas, each one of `known`."""
+    from headstart.runtime.checks import expect_choice
+
+    found = [word.strip() for word in words.split(",")]
+    for word in found:
+        expect_choice(option, word, tuple(known))
+    return list(dict.fromkeys(found))
+
+
+def _bytes(option: str, word: str) -> int | None:
+    """GiB in bytes; None for "none"."""
+    if word.strip() == "none":
+        return None
+    try:
+        found = float(word)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 2**30:
+        raise ValueError(f"{option}: expected GiB or none, got {word!r}")
+    return int(found * GIB)
+
+
+def _print_shares(shares: Sequence[HitShare]) -> None:
+    from headstart.cli.printing import binary_size, print_table
+
+    first = shares[0]
+    print_table(
+        ("text", "grain", "policy", "budget", "hit share", "of ceiling", "kept", "evicted"),
+        [
+            (
+                one.text,
+                one.grain,
+                one.policy,
+                "none" if one.budget is None else binary_size(one.budget),
+                f"{one.share:.2%}",
+                f"{one.of_ceiling:.1%}",
+                binary_size(one.kept_bytes),
+                one.evicted,
+            )
+            for one in shares
+        ],
+        title=f"{first.requests:,} requests, {first.tokens:,} prompt tokens, sizes of "
+        f"{first.model}; ceiling: a state at every block of 64 tokens (of ids: 512), no bound",
+    )
+    print()
+
+
+def _print_replay(found: Replayed) -> None:
+    from headstart.cli.printing import binary_size, print_table
+
+    hits = sum(one.hit > 0 for one in found.served)
+    last = found.served[-1]
+    rows = f"{found.total('differing'):,} of {found.total('rows'):,} rows differ"
+    seconds = f"{found.total('hit_seconds'):.1f} s, cold {found.total('cold_seconds'):.1f} s"
+    print_table(
+        (f"replay on {found.model}", ""),
+        [
+            ("requests", f"{len(found.served):,}, lengths divided by {found.shortened}"),
+            ("prompt tokens", f"{found.total('prompt'):,}"),
+            ("hit share", f"{found.share:.2%}, {found.of_ceiling:.1%} of the ceiling"),
+            ("budget", "none" if found.budget is None else binary_size(found.budget)),
+            ("kept at the end", f"{binary_size(last.kept_bytes)}, {found.evicted:,} evicted"),
+            ("operations past hits", f"{rows} ({hits:,} requests)"),
+            (
+                "logits past hits",
+                f"{found.total('differing_logits'):,} of {found.total('logits'):,} rows differ",
+            ),
+            ("time to first token", f"{seconds}: {found.saved:.1%} saved"),
+        ],
+    )
+    print()
+
+
+def _print_workloads(timed: Sequence[Workload]) -> None:
+    from headstart.cli.printing import print_table
+
+    print_table(
+        ("operation", "grain", "steps", "new tokens", "on prefixes", "ms", "x of grain 64"),
+        [
+            (
+                f"{one.op} ({one.served})",
+                one.grain or "no hits",
+                one.steps,
+                one.new_tokens,
+                one.prefix_tokens,
+                f"{one.median_ms:.2f}",
+                f"{one.ratio.ratio:.3f} [{one.ratio.low:.3f}, {one.ratio.high:.3f}]",
+            )
+            for one in timed
+        ],
+        title=f"One layer of {timed[0].model} on {timed[0].device}, {timed[0].requests:,} requests "
+        f"in steps of {timed[0].step_tokens:,} new tokens, clock {timed[0].clock}",
+    )
