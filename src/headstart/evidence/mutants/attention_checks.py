@@ -298,6 +298,9 @@ ATTENTION_CHECKS: dict[str, Check] = {
     "reproducible softcap window": AttentionOptions(
         _WINDOW, {"reproducible": True, "softcap": 4.0}
     ),
+    "reproducible deep prefix": AttentionOptions(
+        ATTENTIONS["attention deep prefix"], {"reproducible": True}
+    ),
     "attention trimmed prefix": Positions(key_start=37, query_start=87),
     "attention after a gap": Positions(key_start=5, query_start=100, window=70),
     "attention beside its prefix": Positions(key_start=20, query_start=60),

@@ -12,6 +12,8 @@ SWEEP = "extend_attention/triton/sweep.py"
 KEYS = "extend_attention/triton/keys.py"
 ROWS = "extend_attention/triton/rows.py"
 EXTEND = "extend_attention/triton/extend.py"
+UNIFIED = "extend_attention/triton/unified.py"
+CALL = "extend_attention/triton/call.py"
 MERGE = "extend_attention/triton/merge.py"
 
 MUTANTS = (
@@ -82,8 +84,8 @@ MUTANTS = (
         fault="Softcap only divides.",
         pitfall=51,
         file=SWEEP,
-        old="        b_s = tanh(b_s * inner)",
-        new="        b_s = b_s * inner",
+        old="        b_s = tanh(b_s * column(inner))",
+        new="        b_s = b_s * column(inner)",
         checks=("attention softcap",),
     ),
     _mutant(
@@ -121,6 +123,31 @@ MUTANTS = (
         old="            slot = tl.load(places + where + o_key,",
         new="            slot = tl.load(places + o_key,",
         checks=("attention slots",),
+    ),
+    _mutant(
+        name="attention-kernel-list-as-run",
+        fault="Slots of a list are copied as if they were consecutive.",
+        pitfall=37,
+        file=CALL,
+        old="    if cache.k.dtype != call.q.dtype or isinstance(plan.slots, Listed):",
+        new="    if cache.k.dtype != call.q.dtype:",
+        checks=("attention slots of whole tiles",),
+    ),
+    _mutant(
+        name="attention-kernel-straddling-tile-dropped",
+        fault="A reproducible tile that has prefix and new keys is left out.",
+        file=UNIFIED,
+        old="tl.where(side == 1, old_end, new_end)",
+        new="tl.where(side == 1, new_begin, new_end)",
+        checks=("reproducible attention",),
+    ),
+    _mutant(
+        name="attention-kernel-last-block-alone",
+        fault="Blocks before a reproducible row's last one are dropped.",
+        file=UNIFIED,
+        old="acc, m, l = join(tl.load(p_parked), m, l, acc, b_m, b_l)",
+        new="m, l = b_m, b_l",
+        checks=("reproducible deep prefix",),
     ),
     _mutant(
         name="attention-kernel-head-ratio",

@@ -111,6 +111,10 @@ ATTENTIONS = {
     "attention float16 slots window": _attention(
         "float16-slots", lengths=(20,), prefixes=(90,), layout="slots", window=30, dtype="float16"
     ),
+    "attention slots of whole tiles": _attention(
+        "slots-64", D=64, lengths=(20, 5), prefixes=(90, 33), layout="slots"
+    ),
+    "attention deep prefix": _attention("deep", lengths=(66,), prefixes=(4200,), HQ=1, HK=1, D=16),
     "attention long": _attention("long", lengths=(4200,), HQ=1, HK=1, D=16),
     "attention long narrow window": _attention(
         "long-narrow", lengths=(4200,), HQ=1, HK=1, D=16, window=50
