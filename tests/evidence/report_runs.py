@@ -16,6 +16,7 @@ from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import AS_IT_STANDS, Stage, StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.timing import Ceilings
+from headstart.evidence.traffic.records import HitShare, Replayed, Served, Workload
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.figures import Measured
 from headstart.evidence.verify.tolerances import Tolerance
@@ -236,6 +237,43 @@ def static() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def traffic() -> list[Any]:
+    """Shares under two policies and budgets, a replay without a differing bit, two workloads."""
+    shares = [
+        HitShare(
+            text=text, grain=grain, policy=policy, model="qwen3-next-80b", budget=budget,
+            requests=2, tokens=1000, hit_tokens=hit, ceiling_tokens=640, kept_bytes=2**30,
+            evicted=3, hits=(0, hit),
+        )
+        for text, grain, policy, budget, hit in (
+            ("synthetic", 64, "ends", 2**33, 320),
+            ("synthetic", 64, "ends", None, 448),
+            ("synthetic", 64, "geometric", 2**33, 608),
+            ("synthetic", 512, "geometric", 2**33, 512),
+            ("ids", 512, "geometric", 2**33, 512),
+        )
+    ]  # fmt: skip
+    common = {"output": 9, "rows": 40, "differing": 0, "logits": 5, "differing_logits": 0}
+    served = [
+        Served(prompt=500, hit=hit, cold_seconds=2.0, hit_seconds=seconds, kept_bytes=7, **common)
+        for hit, seconds in ((0, 2.0), (448, 0.5))
+    ]
+    replay = Replayed(
+        model="tiny-qwen3-next", device="cpu", shortened=8, policy="geometric", budget=2**30,
+        ceiling_tokens=448, evicted=0, served=tuple(served),
+    )  # fmt: skip
+    timed = [
+        Workload(
+            op="gated_delta_rule", model="qwen3-next-80b", device=PLACE, served="hopper",
+            clock="graph", grain=grain, requests=2, steps=2, step_tokens=8192, new_tokens=900,
+            prefix_tokens=100, ms=(ms,) * 3, median_ms=ms,
+            ratio=Ratio(ratio=ms, low=ms, high=ms, wins=0, rounds=3),
+        )
+        for grain, ms in ((0, 1.75), (64, 1.0))
+    ]  # fmt: skip
+    return [*shares, replay, *timed]
+
+
 def everything(folder: Path) -> list[Path]:
     """A run of every kind."""
     bits = Bits(op="gated_delta_rule", check="hits", form="bfloat16", implementation="triton",
@@ -260,5 +298,6 @@ def everything(folder: Path) -> list[Path]:
             "tiles": [count, saving],
             "static": static(),
             "simulate": [promise],
+            "trace": traffic(),
         }.items()
     ]

@@ -51,9 +51,9 @@ def text_of(html):
 def test_a_page_shows_every_kind_of_run(whole):
     assert sections(whole) == [
         "verdicts", "times-1", "times-2", "stages", "errors", "bits", "mutants", "tiles", "kernels",
-        "statistics", "environment",
+        "statistics", "traffic", "environment",
     ]  # fmt: skip
-    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 11
+    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 12
     words = text_of(whole)
     for figure in (
         "gdn-next-18778 18,778 flashinfer timed 0.5280 4.5 0.941 [0.922, 0.960] 60/60",
@@ -66,6 +66,10 @@ def test_a_page_shows_every_kind_of_run(whole):
         "spills 40 vector words, allowed 0",
         "an arm against itself: 1 held in 95.5%",
         "oss-16k-win 64 x 64 32,896 767 97.7%",
+        "synthetic 64 geometric 8 60.80% 95.0% 1.00 3 2 qwen3-next-80b",
+        "tiny-qwen3-next cpu 2 1,000 1 / 8 1 44.80% 100.0% 0 of 80 0 of 10 4.0 2.5 37.5%",
+        "gated_delta_rule hopper cuda:0 Imaginary X1 no hits 2 2 900 100 1.75 1.750",
+        "60.8% of the prompt tokens hit at a grain of 64 in 8 GiB (synthetic text), 95.0% of what",
         "Imaginary X1, 12 multiprocessors, 34 GiB",
         "0123456789ab",
         "HEADSTART_CHECK=1",
@@ -99,6 +103,7 @@ def test_verdicts_say_what_fails(whole):
     assert {what: tone for tone, what in found} == {
         "times": "good", "stages": "good", "errors": "bad", "bits": "good", "transcripts": "good",
         "tile bounds": "good", "mutants": "bad", "kernels": "bad", "statistics": "good",
+        "traffic": "good",
     }  # fmt: skip
 
 
@@ -120,6 +125,15 @@ def test_verdicts_say_what_fails(whole):
                      "extend_attention: LSE"]]),
         ("mutants", [["mutants", "figure of the check that killed it / its tolerance",
                       "a cosine gate lets it live"]]),
+        (
+            "traffic",
+            [
+                ["blocks of 64 tokens", "budget, GiB", "prompt tokens that were hits, %", "ends",
+                 "geometric", "ceiling", "none"],
+                ["time to first token / cold", "tiny-qwen3-next on cpu", "in proportion"],
+                ["milliseconds of all steps, one layer", "gated_delta_rule, no hits"],
+            ],
+        ),
     ],
 )  # fmt: skip
 def test_figures_name_their_axes_and_series(whole, id, words):
@@ -354,7 +368,7 @@ def test_command_prints_and_fills_in_tables(all_runs, tmp_path):
     document.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
     done = run(all_runs, "--markdown", "--into", document)
     assert done.exit_code == 0
-    assert "results of 9 runs" in done.stdout
+    assert "results of 10 runs" in done.stdout
     assert row_of(document.read_text(), "gdn-next-8k")[-2] == "headstart"
     (tmp_path / "empty").mkdir()
     done = run(tmp_path / "empty", "--markdown", "--into", document)

@@ -74,7 +74,7 @@ def test_key_numbers_can_be_read(seen):
 
 def test_figures_are_large_and_hold_all_their_text(seen):
     figures = seen.locator("figure svg")
-    assert figures.count() == 8
+    assert figures.count() == 11
     for index in range(figures.count()):
         figure = figures.nth(index)
         box = figure.bounding_box()

@@ -11,9 +11,7 @@ from headstart.cli.bench import progress
 from headstart.cli.commands import need, seed_option
 
 if TYPE_CHECKING:
-    from headstart.evidence.traffic.bookkeeping import HitShare
-    from headstart.evidence.traffic.replay import Replayed
-    from headstart.evidence.traffic.workloads import Workload
+    from headstart.evidence.traffic.records import HitShare, Replayed, Workload
 
 PARTS = ("bookkeeping", "replay", "workloads")
 GIB = 2**30

@@ -151,3 +151,14 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.spines["left"].set_visible(False)
     for index in range(1, len(names)):
         axes.axhline(index - 0.5, color=THEME["grid"], linewidth=0.5)
+
+
+def legend(figure: Figure, axes: Sequence[Axes], count: int) -> None:
+    """One legend above all axes, an entry for each label."""
+    entries: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside upper left", ncols=min(max(count, 1), 6)
+    )

@@ -10,7 +10,6 @@ from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -21,6 +20,7 @@ from headstart.evidence.mutants import Found
 from headstart.evidence.report.drawing import (
     THEME,
     canvas,
+    legend,
     length_axis,
     look,
     name_rows,
@@ -53,7 +53,7 @@ def time_figure(group: Sequence[Benched], name: str) -> Markup | None:
             panel.set_title(title, loc="left")
         for panel in axes[len(families) :]:
             panel.set_axis_off()
-        _legend(figure, axes, len(arms) + 1)
+        legend(figure, axes, len(arms) + 1)
         return svg(figure, name)
 
 
@@ -154,7 +154,7 @@ def ratio_figure(group: Sequence[Benched], name: str) -> Markup | None:
         name_rows(axes, [one.result.case for one in members])
         value_axis(axes, "x", shown)
         axes.set_xlabel(f"time / time of {group[0].first.arm} (left of 1: faster than it)")
-        _legend(figure, [axes], len(arms) + 1)
+        legend(figure, [axes], len(arms) + 1)
         return svg(figure, name)
 
 
@@ -185,7 +185,7 @@ def floor_figure(group: Sequence[Benched], name: str) -> Markup | None:
         name_rows(axes, [one.result.case for one in members])
         value_axis(axes, "x", [value for *_, value in points])
         axes.set_xlabel("median time / floor of the case (1: nothing is left to gain)")
-        _legend(figure, [axes], len(arms))
+        legend(figure, [axes], len(arms))
         return svg(figure, name)
 
 
@@ -223,7 +223,7 @@ def error_figure(found: Sequence[Verification], name: str) -> Markup | None:
         clamped = [min(max(excess, LEAST_EXCESS), MOST_EXCESS) for excess in excesses]
         value_axis(axes, "x", clamped)
         axes.set_xlabel("largest figure of a case / its tolerance (right of 1: fails)")
-        _legend(figure, [axes], len(implementations))
+        legend(figure, [axes], len(implementations))
         return svg(figure, name)
 
 
@@ -261,7 +261,7 @@ def mutant_figure(found: Sequence[Found], name: str) -> Markup | None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("figure of the check that killed it / its tolerance")
         axes.set_ylabel("mutants")
-        _legend(figure, [axes], len(kinds))
+        legend(figure, [axes], len(kinds))
         return svg(figure, name)
 
 
@@ -299,14 +299,3 @@ def _row_height(rows: int, arms: float) -> float:
 def _offset(place: int, count: int) -> float:
     """Where within its row a series stands."""
     return 0.0 if count == 1 else 0.6 * (place / (count - 1) - 0.5)
-
-
-def _legend(figure: Figure, axes: Sequence[Axes], count: int) -> None:
-    """One legend above all axes, an entry for each label."""
-    entries: dict[str, Any] = {}
-    for panel in axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    figure.legend(
-        entries.values(), entries.keys(), loc="outside upper left", ncols=min(max(count, 1), 6)
-    )

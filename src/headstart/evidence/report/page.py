@@ -9,13 +9,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from headstart.evidence.mutants import Found
-from headstart.evidence.report import figures, tables
+from headstart.evidence.report import figures, tables, traffic
 from headstart.evidence.report.reading import KINDS, Compiled, RunFile, benched, results
 from headstart.evidence.report.summary import verdict
 from headstart.evidence.report.tables import Table
 from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
+from headstart.evidence.traffic.records import HitShare, Replayed, Workload
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
@@ -221,6 +222,40 @@ def _statistics(files: Sequence[RunFile]) -> list[Section]:
     return [section]
 
 
+def _traffic(files: Sequence[RunFile]) -> list[Section]:
+    shares = [one for _, one in results(files, HitShare)]
+    replays = [one for _, one in results(files, Replayed)]
+    timed = [one for _, one in results(files, Workload)]
+    if not shares and not replays and not timed:
+        return []
+    section = Section(
+        "traffic",
+        "Traffic",
+        "A request trace against a prefix cache. What is below the trace's blocks of 512 tokens, "
+        "and all outputs, is synthetic text by one rule; figures from ids alone need no such rule.",
+    )
+    section.draw(
+        "What prefixes are found, by budget",
+        "Of all prompt tokens. Dashed: a state kept at every 64 tokens and no bound. Dotted: from "
+        "the trace's ids alone.",
+        lambda name: traffic.share_figure(shares, name),
+    )
+    section.draw(
+        "How much sooner the first token comes",
+        "A point for each request with a hit, both runs with their own layers in fixed tiles.",
+        lambda name: traffic.served_figure(replays, name),
+    )
+    section.draw(
+        "What a grain costs in the operations",
+        "All steps of the same requests, batched under a token budget.",
+        lambda name: traffic.workload_figure(timed, name),
+    )
+    section.tables += [traffic.shares(shares)] if shares else []
+    section.tables += [traffic.replays(replays)] if replays else []
+    section.tables += [traffic.workloads(timed)] if timed else []
+    return [section]
+
+
 def _environment(files: Sequence[RunFile]) -> list[Section]:
     section = Section("environment", "Environment", "Where, when and how each run was made.")
     section.tables.append(tables.environments(files))
@@ -236,5 +271,6 @@ SECTIONS = (
     _tiles,
     _static,
     _statistics,
+    _traffic,
     _environment,
 )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from headstart.evidence.arms import PEERS
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
+from headstart.evidence.traffic.records import HitShare, Replayed, Workload
 
 
 class Verdict(NamedTuple):
@@ -106,6 +107,29 @@ def _static(found: list[Any]) -> tuple[str, bool]:
     return sentence, bool(broken or errors)
 
 
+def _trace(found: list[Any]) -> tuple[str, bool]:
+    told = []
+    shares = [one for one in found if isinstance(one, HitShare)]
+    if shares:
+        best = max(shares, key=lambda one: (-one.grain, one.text != "ids", one.of_ceiling))
+        bound = "no bound" if best.budget is None else f"{best.budget / 2**30:g} GiB"
+        told.append(
+            f"{best.share:.1%} of the prompt tokens hit at a grain of {best.grain:,} in {bound} "
+            f"({'ids alone' if best.text == 'ids' else 'synthetic text'}), "
+            f"{best.of_ceiling:.1%} of what could be"
+        )
+    replays = [one for one in found if isinstance(one, Replayed)]
+    for one in replays:
+        told.append(
+            f"{one.differing:,} of {one.total('rows') + one.total('logits'):,} rows differ between "
+            f"hits and cold prefills of {len(one.served):,} requests, {one.saved:.0%} of the time "
+            "to first token saved"
+        )
+    timed = sum(isinstance(one, Workload) for one in found)
+    told += [f"{timed:,} workloads timed"] if timed else []
+    return "; ".join(told), any(one.differing for one in replays)
+
+
 def _count(found: list[Any], name: str) -> str:
     """How many different values a field has: "1 case", "3 targets"."""
     count = len({getattr(one, name) for one in found})
@@ -122,5 +146,6 @@ TOLD = {
     "stages": ("stages", _stages),
     "simulate": ("statistics", _simulate),
     "static": ("kernels", _static),
+    "trace": ("traffic", _trace),
 }
 """Kind of a run -> what it is about, and what tells how it came out."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from headstart.evidence.runs import Record
+from headstart.evidence.traffic.records import HitShare
 from headstart.evidence.traffic.trace import GRAIN, Text, Trace
 from headstart.integrations.prefix_tree import PrefixTree
 from headstart.integrations.snapshot_policy import POLICIES
@@ -33,43 +33,6 @@ MODELS = {
     "tiny-qwen3-next": Sizes(GRAIN * 2 * 2 * 2 * 128 * 4, 6 * (4 * 128 * 128 * 4 + 3 * 1024 * 4)),
 }
 """Models by name, in the dtype of their checkpoints."""
-
-
-class HitShare(Record):
-    """What requests found under one budget and policy.
-
-    text: "synthetic" (what ids stand for is made up by the trace's rule) or "ids" (whole blocks of
-        the trace alone, outputs unknown).
-    grain: tokens of a block. policy: where states are kept. model: whose sizes; budget: bytes, or
-    None.
-    tokens: of all prompts. hit_tokens: found. ceiling_tokens: found with a state at every block of
-        the finest grain of this text and no bound.
-    kept_bytes: at the end. evicted: places given up.
-    hits: of each request, in tokens.
-    """
-
-    text: str
-    grain: int
-    policy: str
-    model: str
-    budget: int | None
-    requests: int
-    tokens: int
-    hit_tokens: int
-    ceiling_tokens: int
-    kept_bytes: int
-    evicted: int
-    hits: tuple[int, ...]
-
-    @property
-    def share(self) -> float:
-        """Hits among all prompt tokens."""
-        return self.hit_tokens / self.tokens
-
-    @property
-    def of_ceiling(self) -> float:
-        """Hits among all that could be."""
-        return self.hit_tokens / self.ceiling_tokens if self.ceiling_tokens else 1.0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from headstart.evidence.prefill.loading import Loaded, quiet
 from headstart.evidence.prefill.replay import rows_of
 from headstart.evidence.prefill.runs import Run, decode, prefill
-from headstart.evidence.runs import Record
 from headstart.evidence.traffic.bookkeeping import ceiling, of_text
+from headstart.evidence.traffic.records import Replayed, Served
 from headstart.evidence.traffic.trace import GRAIN, Text
 from headstart.integrations.snapshot_policy import POLICIES
 from headstart.integrations.transformers import (
@@ -33,70 +33,6 @@ from headstart.runtime.checks import expect_choice
 
 BLOCK = 512
 """Rows whose logits are held at once."""
-
-
-class Served(Record):
-    """One request of a replay.
-
-    prompt, output, hit: tokens. cold_seconds, hit_seconds: time to first token, from the first
-        token and from behind the hit.
-    rows: rows past the hit that were compared, in all outputs of operations.
-    differing: of these, rows with a differing bit. logits, differing_logits: the same of logits.
-    kept_bytes: what the prefix cache held afterwards.
-    """
-
-    prompt: int
-    output: int
-    hit: int
-    cold_seconds: float
-    hit_seconds: float
-    rows: int
-    differing: int
-    logits: int
-    differing_logits: int
-    kept_bytes: int
-
-
-class Replayed(Record):
-    """A trace on a model.
-
-    shortened: what all lengths were divided by. policy, budget (bytes, or None): of the prefix
-    cache. ceiling_tokens: what could be hit with a state at every 64 tokens and no bound.
-    served: each request in order.
-    """
-
-    model: str
-    device: str
-    shortened: int
-    policy: str
-    budget: int | None
-    ceiling_tokens: int
-    evicted: int
-    served: tuple[Served, ...]
-
-    def total(self, name: str) -> Any:
-        """A field of `Served`, summed over all requests."""
-        return sum(getattr(one, name) for one in self.served)
-
-    @property
-    def share(self) -> float:
-        """Hits among all prompt tokens."""
-        return self.total("hit") / self.total("prompt")
-
-    @property
-    def of_ceiling(self) -> float:
-        """Hits among all that could be."""
-        return self.total("hit") / self.ceiling_tokens if self.ceiling_tokens else 1.0
-
-    @property
-    def differing(self) -> int:
-        """Rows with a differing bit, in outputs of operations and in logits."""
-        return self.total("differing") + self.total("differing_logits")
-
-    @property
-    def saved(self) -> float:
-        """Share of the time to first token that hits have saved."""
-        return 1 - self.total("hit_seconds") / self.total("cold_seconds")
 
 
 @dataclass

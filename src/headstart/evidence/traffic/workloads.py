@@ -18,9 +18,9 @@ from headstart.evidence import arms
 from headstart.evidence.cases import Case
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.gated_delta_rule import DeltaCase
-from headstart.evidence.paired import Ratio, compare, orders
-from headstart.evidence.runs import Record
+from headstart.evidence.paired import compare, orders
 from headstart.evidence.timing import make_clock, warm
+from headstart.evidence.traffic.records import Workload
 from headstart.evidence.traffic.trace import GRAIN
 from headstart.runtime.checks import expect_int
 
@@ -46,29 +46,6 @@ SHAPES = {
         {"H": 2, "HV": 4, "K": 128, "V": 128}, {"HQ": 4, "HK": 2, "D": 128}, "float32"
     ),
 }
-
-
-class Workload(Record):
-    """All steps of one operation (one layer) at one grain, on one device.
-
-    grain: 0 for a cache that is never hit. new_tokens, prefix_tokens: of all requests.
-    ms: time of all steps, in each round. ratio: to the grain of 64, round by round.
-    """
-
-    op: str
-    model: str
-    device: str
-    served: str
-    clock: str
-    grain: int
-    requests: int
-    steps: int
-    step_tokens: int
-    new_tokens: int
-    prefix_tokens: int
-    ms: tuple[float, ...]
-    median_ms: float
-    ratio: Ratio
 
 
 def schedule(pairs: Sequence[tuple[int, int]], budget: int) -> list[list[tuple[int, int]]]:
