@@ -19,6 +19,7 @@ from headstart.evidence.oracles import delta, foreign
 from headstart.evidence.verify import COSINE_GATE, Tolerance, Verification, computing, verify_case
 from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.references import truths
+from headstart.evidence.verify.tolerances import tolerance
 
 TIGHT = Tolerance(relative=1e-3, last_half=1e-3, row=1e-3, reason="a test")
 SMALL = replace(cases.get("gdn-ragged-7seq-small"), id="test", H=1, HV=2, K=32, V=16,
@@ -79,6 +80,25 @@ def test_an_infinity_that_belongs_there_is_right():
     truth = torch.tensor([[[-inf]], [[1.0]]], dtype=torch.float64)
     assert measured(truth.float(), truth, unit=1.0).passed
     assert not measured(-truth.float(), truth, unit=1.0).passed
+
+
+@pytest.mark.parametrize(
+    ("op", "output", "spacings"),
+    [("gated_delta_rule", "o", 1.3), ("gated_delta_rule", "state", 1.6),
+     ("extend_attention", "o", 0.48)],
+)  # fmt: skip
+def test_kernels_may_round_their_operands_and_no_more(op, output, spacings):
+    truth = truth_of(rows=500, size=64)
+    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1)).double()
+    asked = tolerance(op, output, "bfloat16", "bfloat16", "triton")
+
+    def off_by(spacings):
+        meter = Meter(output, truth * (1 + spacings * 2**-8 * noise))
+        meter.add(slice(0, None), truth)
+        return meter.measured(asked)
+
+    assert off_by(spacings).passed
+    assert not off_by(2.5 * spacings).passed
 
 
 def test_pieces_of_heads_add_up_to_the_whole():

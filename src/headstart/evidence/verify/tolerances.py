@@ -64,14 +64,27 @@ def _stored(dtype: str) -> Tolerance:
     )
 
 
-def _operands(dtype: str) -> Tolerance:
-    """A result of products whose operands were rounded to `dtype`, summed in float32."""
+def _operands(op: str, dtype: str) -> Tolerance:
+    """A result of products whose operands were rounded to `dtype`, summed in float32.
+
+    Measured as float16 in Triton's interpreter over the kinds of small cases; bfloat16 on an H200
+    gave the rule's o the same number of spacings.
+    """
     step = SPACING[dtype]
+    if op == "extend_attention":
+        return Tolerance(
+            relative=1.0 * step,
+            last_half=1.0 * step,
+            row=2.5 * step,
+            reason="weights rounded once and the result once: 0.48 spacings seen in the mean, 0.8 "
+            "in the worst row",
+        )
     return Tolerance(
-        relative=1.6 * step,
-        last_half=1.6 * step,
-        row=15 * step,
-        reason="operands of up to four products in a row rounded to the inputs' dtype, at random",
+        relative=2.2 * step,
+        last_half=2.2 * step,
+        row=10 * step,
+        reason="operands of up to four products in a row rounded at random: 0.6 to 1.3 spacings "
+        "seen, 1.6 in a state where one key comes again and again; 4.8 in the worst row there",
     )
 
 
@@ -106,7 +119,7 @@ def tolerance(
     if output.endswith("LSE") and inputs != "float64":
         return _LSE
     if implementation not in WIDE and output != "convolution" and inputs in ("bfloat16", "float16"):
-        return _operands(inputs)
+        return _operands(op, inputs)
     found = _stored(dtype)
     if output == "norm":
         return found.times(1.6, "of a stored o, itself rounded once")
