@@ -281,6 +281,8 @@ MISTAKES = {
     },
     "a race": lambda: {"state": pool([0, 1], [1, 2])},
     "a flag": lambda: {"return_state": 1},
+    "another flag": lambda: {"qk_l2norm": 1},
+    "a third flag": lambda: {"reproducible": 1},
     "a scale": lambda: {"scale": float("nan")},
     "a scale that is a flag": lambda: {"scale": True},
     "a gate": lambda: {"gate": "log"},
@@ -293,11 +295,14 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_after_a_call_that_was_right(driver, name):
     right = {"schedule": on([1, 1], start_positions=64)}
-    for more in ({}, {"state": cache().at([0, 1])}, {"state": pool([0, 1], [2, 3])}):
+    for more in (
+        {}, {"state": cache().at([0, 1])}, {"state": pool([0, 1], [2, 3])},
+        {"return_state": True}, {"qk_l2norm": True}, {"reproducible": True}, {"scale": 1},
+    ):  # fmt: skip
         rule((rows(2), right | more), "triton")
         rule((rows(2), right | more), "triton")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^[a-z_]+: "):
+        with pytest.raises(ValueError, match=r"^[a-z0-9_]+: "):
             rule((rows(2), right | MISTAKES[name]()), "triton")
 
 
