@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.backends.nvidia.driver import CudaLauncher, make_launcher, wrap_handle_tensordesc
+
+__all__ = ["make_launcher"]  # by which a launcher of this kind is known
 
 DEVICE = 77
 """An index that no device has: what kernels keep for it is nobody else's."""

@@ -9,6 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from tests.implementations import KERNELS  # noqa: E402
+from tests.runtime import fake_driver  # noqa: E402
 from tests.runtime.steady_calls import (  # noqa: E402
     alike,
     is_steady,
@@ -427,22 +428,28 @@ def test_only_the_last_signatures_are_kept(driver, monkeypatch):
     assert len(RULE.prepared) == 3
 
 
-def test_a_launcher_of_another_kind_is_left_to_triton(driver, monkeypatch):
-    from tests.runtime import fake_driver
-
-    monkeypatch.delattr(fake_driver, "wrap_handle_tensordesc")
-    monkeypatch.setattr(fake_driver.FakeLauncher, "__init__", _in_one_piece)
+@pytest.mark.parametrize("missing", ["make_launcher", "wrap_handle_tensordesc"])
+def test_a_launcher_of_another_kind_is_left_to_triton(driver, monkeypatch, missing):
     call = CALLS["no gates"]()
+    launched(driver, call, "triton")  # which compiles
+    RULE.prepared.clear()
+    monkeypatch.delattr(fake_driver, missing)
     for _ in range(3):
         launched(driver, call, "triton")
         assert not is_steady(driver)
 
 
-def _in_one_piece(self, driver, src, about):
-    self.launch = driver.launch
-    self.global_scratch_size = self.profile_scratch_size = 0
-    self.global_scratch_align = self.profile_scratch_align = 0
-    self.num_ctas, self.launch_cooperative_grid, self.launch_pdl = 1, False, False
+def test_so_is_one_that_takes_arguments_in_a_tuple(driver, monkeypatch):
+    call = CALLS["no gates"]()
+
+    def together(self, *args):
+        self.launch(*args[:9], args[9:])
+
+    launched(driver, call, "triton")
+    RULE.prepared.clear()
+    monkeypatch.setattr(fake_driver.FakeLauncher, "__call__", together)
+    rule(call, "triton")
+    assert list(RULE.prepared.values()) == [None]
 
 
 @pytest.mark.parametrize("name", ["plain", "a cache"])

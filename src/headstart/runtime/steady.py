@@ -68,14 +68,19 @@ class _Handle:
 
     @staticmethod
     def of(launched: Launched) -> _Handle:
-        """The handle; LookupError where Triton's launcher is not of the kind that has one."""
+        """The handle; LookupError where Triton's launcher is not of the kind that has one.
+
+        That kind is a function in C, written for the types of a kernel's arguments, which takes
+        them one by one; where descriptors are among them it is wrapped in what spells those out.
+        """
         launcher = launched.compiled.run
+        module = sys.modules[type(launcher).__module__]
+        wrap = getattr(module, "wrap_handle_tensordesc", None)
         launch = getattr(launcher, "launch", None)
-        wrap = getattr(sys.modules[type(launcher).__module__], "wrap_handle_tensordesc", None)
-        if inspect.isfunction(launch):  # with descriptors it is wrapped in what spells them out
+        if inspect.isfunction(launch):
             launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
-        if launch is None or wrap is None:
-            raise LookupError("a launcher in C")
+        if not hasattr(module, "make_launcher") or wrap is None or launch is None:
+            raise LookupError("a launcher for each signature")
         passed: list[Any] = []
         asked = copy.copy(launcher)
         asked.launch = lambda *args: passed.extend(args)
@@ -83,8 +88,8 @@ class _Handle:
         compiled, first = launched.compiled, object()
         asked(*grid, STREAM, compiled.function, compiled.packed_metadata, None, None, None, first)
         *base, last = passed
-        if last is not first:  # arguments travel in another form
-            raise LookupError("a launcher in C that takes arguments one by one")
+        if last is not first:
+            raise LookupError("a launcher that takes arguments one by one")
 
         def expand(kind: str, about: Any, argument: Any) -> list[Any]:
             given: list[Any] = []
