@@ -60,7 +60,9 @@ def cached(*lengths, drafts=0, **schedule):
 
 CALLS = {
     "plain": lambda: (inputs(100, 1, 2), {"return_state": True}),
-    "long": lambda: (inputs(2560, 16, 32), {}),
+    "long": lambda: (inputs(5120, 16, 32), {}),
+    "many short": lambda: (inputs(1280, 16, 32), {"schedule": [64] * 20}),
+    "many": lambda: (inputs(20 * 320, 8, 16), {"schedule": [320] * 20}),
     "one head, a state": lambda: (
         inputs(64, 1, 1, torch.float16),
         {"state": torch.zeros(1, 1, 128, 128), "return_state": True},
@@ -97,13 +99,19 @@ CALLS = {
 }
 
 
+FORMS = {"long": (3, 1, 68), "many short": (1, 1, 0), "many": (3, 2, 0)}
+"""Stages, groups and preparers of the scan; for all other calls 3, 1 and 0."""
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_call_launches_compiles(monkeypatch, name):
-    found, launched = [], []
+    found, launched, forms = [], [], []
 
     def compile(kernel, grid, given, **options):
         found.append(compiled(kernel, given, **options))
-        launched.append((kernel.__name__, given.get("PREPARERS", 0)))
+        launched.append(kernel.__name__)
+        if kernel is hopper.scan_kernel:
+            forms.append((given["STAGES"], given["GROUPS"], given["PREPARERS"]))
 
     monkeypatch.setattr(launch, "start", lambda *a, **k: None)
     monkeypatch.setattr(hopper, "start", compile)
@@ -114,6 +122,6 @@ def test_what_a_call_launches_compiles(monkeypatch, name):
     arguments |= {"workspace": None, "out": None} | options
     hopper.run(spec.bind(*tensors, **arguments))
     # A long sequence is prepared beside its scan, by processors that the scan leaves free.
-    beside = [("scan_kernel", 68)]
-    assert launched == (beside if name == "long" else [("prepare_kernel", 0), ("scan_kernel", 0)])
+    assert forms == [FORMS.get(name, (3, 1, 0))]
+    assert launched == (["prepare_kernel"] if forms[0][2] == 0 else []) + ["scan_kernel"]
     assert all("wgmma" in kernel.asm["ptx"] for kernel in found)

@@ -47,7 +47,7 @@ SHORT = 4
 """Chunks of a sequence, on average, up to which nothing is worth copying ahead."""
 PREPARE_REGISTERS = 168
 """Three programs of the pass before on a multiprocessor."""
-STEP, WAITING_STEP, TILE, START = 1.16, 1.35, 2.4, 12.0
+STEP, WAITING_STEP, TILE, START = 1.16, 1.35, 2.4, 20.0
 """Microseconds on one H200: a chunk in the scan; the same where it waits for tiles made meanwhile;
 preparing a tile, of one processor; until the first tile is there and the last chunk through."""
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

@@ -353,6 +353,8 @@ def chain(
         ob = out.to(dtype)
         S, update = warpgroup_mma_wait(0, deps=[S, update])
         if STAGES == 1:
+            # With more stages, sending rows has brought the warps together before a stage is left.
+            gl.thread_barrier()
             mbarrier.arrive(empty.index(0), count=1)
         if HAS_SNAPSHOTS:
             if after >= 0:
@@ -473,40 +475,41 @@ def scan_kernel(
 
     q_chunks .. k_rows are descriptors.
     """
-    if gl.program_id(0) < PREPARERS:
-        rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
-        given = (
-            T, P, T_rows, P_rows,
-            q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
-            sums, from_start, strengths, clean, base, sequences, items, slots,
-            first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
-            tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
-        )  # fmt: skip
-        first = gl.program_id(0) * 3
-        count = last_item - first_item
-        a = scratch(q.dtype.element_ty, K, True)
-        b = scratch(q.dtype.element_ty, K, True)
-        c = scratch(q.dtype.element_ty, K, True)
-        gl.thread_barrier()
-        gl.warp_specialize(
-            [
-                (prepare_items, (
-                    rows, given, a, first, PREPARERS * 3, count,
-                    H, HV, K, V, NORMALISE, CACHED, TILES,
-                )),
-                (prepare_items, (
-                    rows, given, b, first + 1, PREPARERS * 3, count,
-                    H, HV, K, V, NORMALISE, CACHED, TILES,
-                )),
-                (prepare_items, (
-                    rows, given, c, first + 2, PREPARERS * 3, count,
-                    H, HV, K, V, NORMALISE, CACHED, TILES,
-                )),
-            ],
-            [4, 4],
-            [168, 168],
-        )  # fmt: skip
-        return
+    if PREPARERS > 0:
+        if gl.program_id(0) < PREPARERS:
+            rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
+            given = (
+                T, P, T_rows, P_rows,
+                q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+                sums, from_start, strengths, clean, base, sequences, items, slots,
+                first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
+                tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+            )  # fmt: skip
+            first = gl.program_id(0) * 3
+            count = last_item - first_item
+            a = scratch(q.dtype.element_ty, K, True)
+            b = scratch(q.dtype.element_ty, K, True)
+            c = scratch(q.dtype.element_ty, K, True)
+            gl.thread_barrier()
+            gl.warp_specialize(
+                [
+                    (prepare_items, (
+                        rows, given, a, first, PREPARERS * 3, count,
+                        H, HV, K, V, NORMALISE, CACHED, TILES,
+                    )),
+                    (prepare_items, (
+                        rows, given, b, first + 1, PREPARERS * 3, count,
+                        H, HV, K, V, NORMALISE, CACHED, TILES,
+                    )),
+                    (prepare_items, (
+                        rows, given, c, first + 2, PREPARERS * 3, count,
+                        H, HV, K, V, NORMALISE, CACHED, TILES,
+                    )),
+                ],
+                [4, 4],
+                [168, 168],
+            )  # fmt: skip
+            return
     program = gl.program_id(0) - PREPARERS
     block = program % (V // BV // GROUPS) * GROUPS
     head = program // (V // BV // GROUPS) % HV
