@@ -1,7 +1,10 @@
 """Traces: reading, the rule that makes up text, bookkeeping, workloads, and a replay on a model."""
 
 import json
+import re
+from dataclasses import fields
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from headstart.evidence.traffic.bookkeeping import (
 )
 from headstart.evidence.traffic.trace import Request, Trace, made, read, texts
 from headstart.evidence.traffic.workloads import cases, schedule, time_workloads
+from headstart.integrations.snapshot_policy import SnapshotPolicy
 
 LINE = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
 
@@ -320,3 +324,25 @@ def test_requests_beyond_the_models_positions(loaded):
     with pytest.raises(ValueError, match="policy: expected"):
         replay_on_model(loaded, few(), policy="best")
     assert not hasattr(loaded.model, "headstart")
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs/prefix_cache.md").read_text()
+
+
+def test_the_documents_example_runs(capsys):
+    pytest.importorskip("transformers")
+    (block,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.M | re.S)
+    with torch.inference_mode(False):
+        exec(compile(block, "docs/prefix_cache.md", "exec"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("0 of 400 tokens were there; ")
+    assert second.startswith("384 of 500 tokens were there; ")
+
+
+def test_the_document_names_every_option_and_policy():
+    from headstart.cli.bench_trace import trace
+
+    known = {name for parameter in trace.params for name in parameter.opts}
+    assert set(re.findall(r"--[a-z-]+", DOCUMENT)) - {"---", "----"} <= known
+    rules = {field.name for field in fields(SnapshotPolicy)}
+    assert set(re.findall(r"^\| `(\w+)` \|", DOCUMENT, re.M)) == rules
