@@ -25,7 +25,7 @@ from headstart.runtime.checks import expect_choice, shown
 from headstart.runtime.declined import Declined
 from headstart.runtime.precision import full_float32
 from headstart.runtime.record import recording
-from headstart.runtime.steady import Prepared, memory
+from headstart.runtime.steady import SIGNATURES, Prepared, memory
 from headstart.runtime.workspace import Workspace
 
 
@@ -164,8 +164,6 @@ def _count(operation: str, implementation: str) -> None:
 
 Signature = tuple[Hashable, list[torch.Tensor]]
 """Host facts of a call and its tensors in a fixed order, those of the call's device first."""
-SIGNATURES = 4096
-"""Signatures that an operation remembers."""
 NAMED = (str, type(None))
 NUMBERS = (float, int, type(None))
 """Types that a signature holds as they are: words and numbers, no flag among them."""

@@ -38,6 +38,8 @@ STREAM = object()
 """Stands for the stream where a launcher passes it on."""
 MAPS = 64
 """Descriptors that are kept for one argument: addresses come again, but not forever."""
+SIGNATURES = 1024
+"""Signatures that are remembered, at about 30 KiB each."""
 
 
 class _Address:
@@ -268,6 +270,8 @@ class Program:
                 for name, (shape, kind) in self.scratch.items()
             ]
             maps = [encode(held[i]) for i, encode in self._scratch_described]
+            if len(workspace.bound) >= SIGNATURES:
+                workspace.bound.clear()
             fixed = workspace.bound[self] = (*held, *maps, *self._numbers)
         return fixed
 
