@@ -319,6 +319,24 @@ def test_out_over_an_input_is_told_after_one_that_was_not(driver):
         rule(((q, k, memory[:90], g, beta), call | {"out": memory[50:][:90]}), "triton")
 
 
+def test_out_may_be_columns_of_the_rows_of_an_input(driver, monkeypatch):
+    q, k, _, g, beta = rows(90)
+
+    def columns(first):
+        memory = torch.zeros(90, 12, 128, dtype=torch.bfloat16)
+        return (q, k, memory[:, :4], g, beta), {
+            "schedule": on([90]),
+            "out": memory[:, first : first + 4],
+        }
+
+    launched(driver, columns(4), "triton")
+    for first, steady in ((4, True), (8, False)):
+        call = columns(first)
+        _, found = launched(driver, call, "triton")
+        assert is_steady(driver) == steady
+        assert found == the_long_way(monkeypatch, driver, call, "triton")[1]
+
+
 def test_gradients_are_refused_after_a_call_without(driver):
     q, k, v, g, beta = rows(64)
     for _ in range(2):

@@ -297,7 +297,7 @@ class Prepared:
     """
 
     __slots__ = (
-        "_build", "_device", "_given", "_outputs", "_returned", "_several", "_spans",
+        "_apart", "_build", "_device", "_given", "_outputs", "_returned", "_several",
         "implementation", "program",
     )  # fmt: skip
 
@@ -335,19 +335,25 @@ class Prepared:
                 addresses.append(x.data_ptr())
         self._given, self._outputs = tuple(returned), tuple(outputs)
         self._returned: list[torch.Tensor | None] = [None] * len(results)
-        self._spans = tuple(_bytes(x) for x in tensors)
+        sizes = [_bytes(x) for x in tensors]
+        self._apart = tuple(
+            (i, j, sizes[i], sizes[j], addresses[j] - addresses[i])
+            for _, i in returned
+            for j in range(len(tensors))
+            if i != j
+        )
         self.program = Program(record, addresses, [x.data_ptr() for x in kept])
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether a call may go this way: nobody listens, and no output lies in another tensor.
 
-        The long way tells columns of the same rows apart, and what is wrong.
+        Tensors that lie to each other as in the call that was checked are apart as they were; of
+        any others whose ranges meet, the long way tells columns of the same rows from a mistake.
         """
-        for _, i in self._given:
-            begin, end = addresses[i], addresses[i] + self._spans[i]
-            for j, (address, size) in enumerate(zip(addresses, self._spans, strict=True)):
-                if address < end and begin < address + size and i != j:
-                    return False
+        for i, j, size, other, shift in self._apart:
+            found = addresses[j] - addresses[i]
+            if found != shift and found < size and -found < other:
+                return False
         return not self.program.heard()
 
     def run(
