@@ -178,8 +178,13 @@ class HostInts(tuple[int, ...]):
 
 
 def frozen_ints(values: Any) -> Any:
-    """Lists and tuples as `HostInts`; anything else as it is."""
-    return HostInts(values) if type(values) in (list, tuple) else values
+    """Lists and tuples of Python's ints or bools as `HostInts`; anything else as it is.
+
+    >>> type(frozen_ints([1, 2])) is HostInts, type(frozen_ints([torch.tensor(1)])) is HostInts
+    (True, False)
+    """
+    plain = type(values) in (list, tuple) and set(map(type, values)) <= {int, bool}
+    return HostInts(values) if plain else values
 
 
 def stream_of(device: torch.device) -> int:
