@@ -37,7 +37,8 @@ class PrefixCache:
         of equal weights, which `enable` has been called with.
     budget: most bytes kept; beyond it the least recently used places are given up, but none that an
         open request stands on. What open requests have computed themselves is their own and counts
-        when they end. None: no bound.
+        when they end. Memory of pages that are given up is used again, not returned. None: no
+        bound.
     policy: which places of a prompt get states.
 
     Attributes
