@@ -1,4 +1,4 @@
-"""A fake driver, on which CPU tensors are those of a Hopper device."""
+"""Fake drivers, on which CPU tensors are those of a device."""
 
 import dataclasses
 
@@ -11,14 +11,30 @@ from headstart.runtime.workspace import workspace_of
 
 @pytest.fixture
 def driver(monkeypatch):
-    triton = pytest.importorskip("triton")
+    """One of a Hopper device."""
+    pytest.importorskip("triton")
     from tests.runtime.fake_driver import FakeDriver
+
+    yield from installed(FakeDriver(), monkeypatch)
+
+
+@pytest.fixture
+def hip(monkeypatch):
+    """One of an AMD device."""
+    pytest.importorskip("triton")
+    from tests.runtime.fake_hip import FakeHipDriver
+
+    yield from installed(FakeHipDriver(), monkeypatch)
+
+
+def installed(fake, monkeypatch):
+    """The fake as Triton's driver while a test runs."""
+    import triton
 
     from headstart.ops.extend_attention.triton import call as attention
     from headstart.ops.gated_delta_rule.passes import launch
     from headstart.ops.gated_delta_rule.triton import call as portable
 
-    fake = FakeDriver()
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
     monkeypatch.setattr(triton.compiler, "compile", fake.compile)
     monkeypatch.setattr(launcher, "PREPARED", {"cpu"})

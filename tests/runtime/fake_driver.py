@@ -48,6 +48,15 @@ class FakeDriver:
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
+    def descriptors(self, count):
+        """What the compiler says of a kernel's descriptors."""
+        layout = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
+        return [layout | {"block_size": [64, i]} for i in range(count)]
+
+    def launcher(self, src, about):
+        """Triton's launcher of this kind of device."""
+        return FakeLauncher(self, src, about)
+
     def forget(self):
         """Let no kernel remember what was compiled here."""
         for kernel in self.kernels:
@@ -64,13 +73,12 @@ class FakeDriver:
         """What the JIT gets for a kernel and the types of its arguments."""
         self.kernels.add(src.fn)
         kinds = [kind for kind in src.signature.values() if kind.startswith("tensordesc")]
-        layout = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
-        about = [layout | {"block_size": [64, i]} for i, _ in enumerate(kinds)]
+        about = self.descriptors(len(kinds))
         metadata = SimpleNamespace(tensordesc_meta=about, num_warps=options["num_warps"])
         packed = options["num_warps"], 1, options.get("maxnreg") or 0
         return SimpleNamespace(
             src=src, metadata=metadata, packed_metadata=packed, function=next(_functions),
-            run=FakeLauncher(self, src, about), launch_metadata=_metadata,
+            run=self.launcher(src, about), launch_metadata=_metadata,
         )  # fmt: skip
 
 

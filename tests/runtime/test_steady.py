@@ -153,6 +153,16 @@ def test_a_steady_call_launches_what_the_long_way_launches(
     assert not result.o[T:].any()
 
 
+@pytest.mark.parametrize("name", ["plain", "several spans", "a pool", "a cache", "out"])
+def test_launches_on_amd_too(hip, monkeypatch, name):
+    first, call = CALLS[name](), CALLS[name]()
+    launched(hip, first, "triton")
+    assert not is_steady(hip)
+    _, found = launched(hip, call, "triton")
+    assert is_steady(hip)
+    assert found == the_long_way(monkeypatch, hip, call, "triton")[1]
+
+
 @pytest.mark.parametrize("name", ["plain", "a pool", "a state"])
 def test_the_recurrent_form_too(driver, monkeypatch, name):
     first, call = CALLS[name](), CALLS[name]()
