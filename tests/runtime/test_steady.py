@@ -116,6 +116,16 @@ CALLS = {
              "snapshots": held.at([0, 1])},
         ))(cache()),
     )[0],
+    "slots on the device": lambda: (
+        rows(3),
+        {"schedule": on([1, 2], start_positions=64), "state": cache().at(torch.tensor([4, 2]))},
+    ),
+    "a pool's slots on the device": lambda: (
+        rows(90),
+        {"schedule": on([60, 30], snapshot_every=64),
+         "state": pool(torch.tensor([1, 2]), [3, -1], torch.tensor([True, False])),
+         "snapshots": pool(None, torch.zeros(0, dtype=torch.int32))},
+    ),
     "a cache with a convolution": lambda: (
         rows(2),
         {"schedule": on([1, 1], start_positions=64), "state": cache(conv_channels=8).at([0, 1])},
@@ -175,12 +185,11 @@ def test_the_recurrent_form_too(driver, monkeypatch, name):
 
 def test_calls_that_are_alike_share_one_program(driver):
     schedule = on([1, 1], start_positions=[100, 200])
-    for slots in ([0, 1], [3, 2], torch.tensor([5, 1]), [1, 0]):
+    for slots in ([0, 1], [3, 2], [1, 0]):
         for positions in ([100, 200], [70, 127]):
             later = schedule.update_([1, 1], start_positions=positions)
             call = rows(2), {"schedule": later, "state": cache().at(slots)}
             rule(call, "hopper")
-    # Slots in a tensor on the CPU go the long way: the caller may change them.
     assert [prepared is not None for prepared in RULE.prepared.values()] == [True]
 
 

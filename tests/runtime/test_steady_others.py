@@ -164,6 +164,41 @@ def test_attention_launches_what_the_long_way_launches(driver, monkeypatch, name
         alike(*pairs)
 
 
+WRITES = {
+    "rows": lambda: (*heads(5)[1:], kv(40), torch.tensor([3, 9, -1, 4, 8])),
+    "pages": lambda: (*heads(2)[1:], kv(4, page=16), torch.tensor([3, 63], dtype=torch.int32)),
+    "float8": lambda: (
+        *heads(2)[1:], kv(40, dtype=FP8, k_scale=torch.ones(2), v_scale=2.0), torch.tensor([1, 0]),
+    ),
+}  # fmt: skip
+
+
+def write(*arguments, **options):
+    """`write_kv`, with the cache as a result that stays where it is."""
+    headstart.write_kv(*arguments, **options)
+    return ()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_launches_what_the_long_way_launches(driver, monkeypatch, name):
+    function = {"function": write}
+    first, call = (WRITES[name](), {}), (WRITES[name](), {})
+    launched(driver, first, "triton", **function)
+    assert not is_steady(driver)
+    _, found = launched(driver, call, "triton", **function)
+    assert is_steady(driver)
+    assert found == the_long_way(monkeypatch, driver, call, "triton", **function)[1]
+
+
+def test_writing_into_the_rows_that_are_read_is_told(driver):
+    k, v, cache, slots = WRITES["rows"]()
+    for _ in range(2):
+        launched(driver, ((k, v, cache, slots), {}), "triton", function=write)
+    assert is_steady(driver)
+    with pytest.raises(ValueError, match=r"cache.k: expected memory of its own, got that of k"):
+        headstart.write_kv(cache.k[1:6], v, cache, slots, implementation="triton")
+
+
 @pytest.mark.parametrize("capacity", [None, (3, 16, 2000)])
 def test_another_forward_of_a_plan_is_prepared_anew(driver, monkeypatch, capacity):
     plan = consecutive(capacity=capacity)

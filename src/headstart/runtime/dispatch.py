@@ -65,6 +65,7 @@ class Operation:
 
     places: implementation name -> "module:attribute", loaded at first use.
     written: of each result of a call, the rows that kernels write; those past them are zeros.
+    changed: arguments that a call changes, which must lie apart from all others.
     prepared: how calls whose signature was seen before are computed, by signature; None: the long
     way (see `runtime/steady.py`).
     """
@@ -74,6 +75,7 @@ class Operation:
     places: dict[str, str]
     function: Callable[..., Any] | None = None
     written: Callable[[Any], tuple[int, ...]] | None = None
+    changed: Callable[[Any], tuple[torch.Tensor, ...]] = lambda call: ()
     loaded: dict[str, Implementation] = field(default_factory=dict, compare=False)
     prepared: dict[Hashable, Prepared | None] = field(default_factory=dict, compare=False)
 
@@ -168,6 +170,9 @@ NAMED = (str, type(None))
 NUMBERS = (float, int, type(None))
 """Types that a signature holds as they are: words and numbers, no flag among them."""
 
+MISSED = object()
+"""In place of a result: nothing was computed."""
+
 
 def again(
     operation: Operation,
@@ -176,18 +181,18 @@ def again(
     workspace: Workspace | None = None,
     among: dict[Hashable, Prepared | None] | None = None,
 ) -> Any:
-    """The result of a call, computed as an earlier one of its signature; None: it needs `anew`.
+    """The result of a call, computed as an earlier one of its signature; MISSED: it needs `anew`.
 
     among: what was prepared, if the operation does not keep it itself (see `anew`).
     """
     facts, tensors = signature
     if type(name) not in NAMED:
-        return None
+        return MISSED
     addresses = [x.data_ptr() for x in tensors]
     known = operation.prepared if among is None else among
     prepared = known.get((facts, name, memory(addresses)))
     if prepared is None or not prepared.fits(addresses):
-        return None
+        return MISSED
     result = prepared.run(tensors, addresses, workspace)
     _count(operation.name, prepared.implementation)
     return result
@@ -216,7 +221,15 @@ def anew(
     with recording() as record, watching() as ran:
         result = run(operation, call, name)
     try:
-        prepared = Prepared(record, ran[-1][1], tensors, result, operation.written(call), kept())
+        prepared = Prepared(
+            record,
+            ran[-1][1],
+            tensors,
+            result,
+            operation.written(call),
+            operation.changed(call),
+            kept(),
+        )
     except LookupError:
         prepared = None
     with _lock:

@@ -7,8 +7,10 @@ A later call of the same signature differs in the addresses of its tensors alone
 compiled kernels straight to the driver's launcher, each with one tuple of arguments.
 
     seen = signature(q, ...)  # (facts, tensors); None: this call always goes the long way
-    if seen is not None and (result := dispatch.again(OPERATION, seen, name)) is not None:
-        return result
+    if seen is not None:
+        result = dispatch.again(OPERATION, seen, name)
+        if result is not dispatch.MISSED:
+            return result
     return dispatch.anew(OPERATION, seen, bind(q, ...), name)  # recorded, for the next one
 
 Kernels are launched by `launcher.start`, which records, and take scratch from a `Workspace`. A
@@ -308,18 +310,19 @@ class Prepared:
         tensors: Sequence[torch.Tensor],
         result: Any,
         written: Sequence[int],
+        changed: Sequence[torch.Tensor] = (),
         kept: Sequence[torch.Tensor] = (),
     ) -> None:
         """From a call's record, its tensors and its result; raises LookupError if it is of no use.
 
-        written: of each result, the rows that kernels write. kept: further tensors that kernels
-        read, which stay where they are.
+        written: of each result, the rows that kernels write. changed: tensors that must lie apart
+        from all others, beside results. kept: further tensors that kernels read, which stay where
+        they are.
         """
         if not record.launches or any(run.compiled is None for run in record.launches):
             raise LookupError("a kernel")
-        single = isinstance(result, torch.Tensor)
-        results = (result,) if single else tuple(result)
-        self._build = _alone if single else getattr(type(result), "_make", tuple)
+        results: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+        self._build = getattr(type(result), "_make", tuple if results is result else _alone)
         self.implementation, self._device = implementation, tensors[0].device
         self._several = self._device.type == "cuda" and torch.cuda.device_count() > 1
         addresses = [x.data_ptr() for x in tensors]
@@ -335,10 +338,12 @@ class Prepared:
                 addresses.append(x.data_ptr())
         self._given, self._outputs = tuple(returned), tuple(outputs)
         self._returned: list[torch.Tensor | None] = [None] * len(results)
+        alone = [i for _, i in returned]
+        alone += [i for i, x in enumerate(tensors) if any(x is other for other in changed)]
         sizes = [_bytes(x) for x in tensors]
         self._apart = tuple(
             (i, j, sizes[i], sizes[j], addresses[j] - addresses[i])
-            for _, i in returned
+            for i in alone
             for j in range(len(tensors))
             if i != j
         )

@@ -85,7 +85,7 @@ def causal_conv1d(
     seen = convolution_signature(*arguments)
     if seen is not None:
         result = dispatch.again(_CONVOLUTION, seen, implementation)
-        if result is not None:
+        if result is not dispatch.MISSED:
             return result
     return dispatch.anew(_CONVOLUTION, seen, spec.bind(*arguments), implementation)
 
@@ -129,7 +129,7 @@ def rms_norm_gated(
     seen = norm_signature(x, weight, gate, eps, activation)
     if seen is not None:
         result = dispatch.again(_NORM, seen, implementation)
-        if result is not None:
+        if result is not dispatch.MISSED:
             return result
     call = spec.bind_norm(x, weight, gate, eps, activation)
     return dispatch.anew(_NORM, seen, call, implementation)

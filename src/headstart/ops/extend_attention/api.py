@@ -11,7 +11,7 @@ import torch
 from headstart.ops.extend_attention import merge_spec, spec, write_spec
 from headstart.ops.extend_attention.kv_cache import KVCache
 from headstart.ops.extend_attention.plan import ExtendPlan
-from headstart.ops.extend_attention.signature import signature
+from headstart.ops.extend_attention.signature import signature, write_signature
 from headstart.runtime import dispatch
 from headstart.runtime.workspace import Workspace
 
@@ -102,7 +102,7 @@ def extend_attention(
     )  # fmt: skip
     if seen is not None:
         result = dispatch.again(EXTEND_ATTENTION, seen, implementation, workspace, plan.prepared)
-        if result is not None:
+        if result is not dispatch.MISSED:
             return result
     call = spec.bind(
         q, k, v, plan, cache, scale, window, sinks, softcap, custom_mask, causal, part, return_lse,
@@ -182,8 +182,9 @@ def write_kv(
     >>> cache.k[:, 0, 0].tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     """
-    call = write_spec.bind(k, v, cache, slots)
-    dispatch.run(WRITE_KV, call, implementation)
+    seen = write_signature(k, v, cache, slots)
+    if seen is None or dispatch.again(WRITE_KV, seen, implementation) is dispatch.MISSED:
+        dispatch.anew(WRITE_KV, seen, write_spec.bind(k, v, cache, slots), implementation)
 
 
 _HERE = "headstart.ops.extend_attention"
@@ -225,5 +226,7 @@ WRITE_KV = dispatch.register(
             "reference": f"{_HERE}.reference:WRITE",
         },
         function=write_kv,
+        written=lambda call: (0,),
+        changed=lambda call: (call.cache.k, call.cache.v),
     )
 )

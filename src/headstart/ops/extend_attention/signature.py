@@ -16,7 +16,7 @@ from headstart.ops.extend_attention.plan import ExtendPlan
 from headstart.runtime import launcher
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
-from headstart.runtime.steady import plain
+from headstart.runtime.steady import layout, plain
 from headstart.runtime.workspace import Workspace
 
 
@@ -43,24 +43,48 @@ def signature(
         return None
     o, lse = out if type(out) in (tuple, list) and len(out) == 2 else (out, None)
     tensors = [x for x in (q, k, v, sinks, custom_mask, o, lse) if x is not None]
-    k_scale = v_scale = None
+    scales = None
     if cache is not None:
         if type(cache) is not KVCache:
             return None
-        k_scale, v_scale = cache.k_scale, cache.v_scale
-        tensors += (cache.k, cache.v)
-        if type(k_scale) is Tensor:
-            tensors.append(k_scale)
-            k_scale = "tensor"
-        if type(v_scale) is Tensor:
-            tensors.append(v_scale)
-            v_scale = "tensor"
+        scales = _cache_facts(cache, tensors)
     if not plain(tensors):
         return None
     facts = (
         k is None, v is None, sinks is None, custom_mask is None, o is None, lse is None,
-        cache is None, k_scale, v_scale, scale, window, softcap, causal, part, return_lse,
+        cache is None, scales, scale, window, softcap, causal, part, return_lse,
         reproducible, None if workspace is None else workspace.device,
         *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors],
     )  # fmt: skip
     return facts, tensors
+
+
+def write_signature(k: Any, v: Any, cache: Any, slots: Any) -> Signature | None:
+    """The signature of a call of `write_kv`, with slots on the device."""
+    if (
+        type(k) is not Tensor
+        or k.device.type not in launcher.PREPARED
+        or type(cache) is not KVCache
+        or type(slots) is not Tensor
+        or slots.device != k.device
+        or checking()
+    ):
+        return None
+    tensors = [k, v, slots]
+    scales = _cache_facts(cache, tensors)
+    if not plain(tensors):
+        return None
+    return (scales, *map(layout, tensors)), tensors
+
+
+def _cache_facts(cache: KVCache, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Scales of a cache, as numbers or as tensors, which are appended after its own."""
+    tensors += (cache.k, cache.v)
+    scales = []
+    for scale in (cache.k_scale, cache.v_scale):
+        if type(scale) is Tensor:
+            tensors.append(scale)
+            scales.append("tensor")
+        else:
+            scales.append(scale)
+    return tuple(scales)

@@ -111,7 +111,7 @@ def gated_delta_rule(
     )  # fmt: skip
     if seen is not None:
         result = dispatch.again(_CHUNKED, seen, implementation, workspace)
-        if result is not None:
+        if result is not dispatch.MISSED:
             return result
     call = spec.bind(
         q, k, v, g, beta, schedule, state, gate, snapshots, return_state, scale, qk_l2norm,
@@ -152,7 +152,7 @@ def recurrent_gated_delta_rule(
     )  # fmt: skip
     if seen is not None:
         result = dispatch.again(_RECURRENT, seen, implementation, workspace)
-        if result is not None:
+        if result is not dispatch.MISSED:
             return result
     call = _bind_recurrent(
         q, k, v, g, beta, schedule, state, gate, return_state, scale, qk_l2norm, workspace, out

@@ -168,7 +168,6 @@ def _on_device(
     """Facts of a list that the caller keeps on the device, where nobody looks at its values."""
     if (
         type(values) is not Tensor
-        or values.device.type == "cpu"
         or values.device != device
         or values.shape != (entries,)
         or values.dtype not in dtypes
