@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChunkMap",
+    "CompileForbidden",
     "Convolution",
     "Declined",
     "DeltaCache",
@@ -32,6 +33,7 @@ __all__ = [
     "extend_attention",
     "gated_delta_rule",
     "merge_attention",
+    "programs",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
     "workspace_bytes",

@@ -18,11 +18,13 @@ from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.spec import GatedDelta
+from headstart.runtime.bundle_launch import CompileForbidden, programs
 from headstart.runtime.dispatch import Declined, explain, workspace_bytes
 from headstart.runtime.workspace import Workspace
 
 __all__ = [
     "ChunkMap",
+    "CompileForbidden",
     "Convolution",
     "Declined",
     "DeltaCache",
@@ -40,6 +42,7 @@ __all__ = [
     "extend_attention",
     "gated_delta_rule",
     "merge_attention",
+    "programs",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
     "workspace_bytes",

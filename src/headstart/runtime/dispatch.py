@@ -25,6 +25,7 @@ from headstart.runtime.checks import expect_choice, shown
 from headstart.runtime.declined import Declined
 from headstart.runtime.precision import full_float32
 from headstart.runtime.record import recording
+from headstart.runtime.rehearsal import current_rehearsal
 from headstart.runtime.steady import SIGNATURES, Prepared, memory
 from headstart.runtime.workspace import Workspace
 
@@ -143,6 +144,8 @@ def choose(operation: Operation, call: Call, name: str | None) -> Implementation
 
 def run(operation: Operation, call: Call, name: str | None = None) -> Any:
     """Compute a bound call and count it."""
+    if current_rehearsal() is not None:
+        return _rehearse(operation, call, name)
     if call.device.type == "meta":
         raise Declined(
             f"{operation.name}: meta tensors have no memory to compute in; "
@@ -154,6 +157,14 @@ def run(operation: Operation, call: Call, name: str | None = None) -> Any:
         result = chosen.run(call)
     _count(operation.name, chosen.name)
     return result
+
+
+def _rehearse(operation: Operation, call: Call, name: str | None) -> Any:
+    """A bound call on a device that is not here: what it launches is kept, no result computed."""
+    chosen = choose(operation, call, name)
+    if chosen.name not in ("hopper", "triton"):
+        raise Declined(f"{operation.name}, implementation {chosen.name}: it launches no kernels.")
+    return chosen.run(call)
 
 
 def _count(operation: str, implementation: str) -> None:

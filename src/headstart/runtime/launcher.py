@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headstart.runtime.bundle_launch import supply
 from headstart.runtime.record import Launched, current_record
+from headstart.runtime.rehearsal import Launch, current_rehearsal
 from headstart.runtime.static import Target
 
 
@@ -53,15 +55,19 @@ def declines_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors (compute units) of a device; 1 in the interpreter."""
+    rehearsal = current_rehearsal()
+    return _processors(device) if rehearsal is None else rehearsal.processors
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
 def target_of(device: torch.device, interpreted_as: int = 90) -> Target:
     """What kernels for a device are compiled for.
 
@@ -71,6 +77,12 @@ def target_of(device: torch.device, interpreted_as: int = 90) -> Target:
     >>> target_of(torch.device("cpu")).name
     'cuda:90'
     """
+    rehearsal = current_rehearsal()
+    return _target_of(device, interpreted_as) if rehearsal is None else rehearsal.target
+
+
+@functools.cache
+def _target_of(device: torch.device, interpreted_as: int) -> Target:
     if device.type != "cuda":
         return Target(f"cuda:{interpreted_as}", "cuda", interpreted_as, 32)
     if torch.version.hip is not None:
@@ -125,9 +137,14 @@ def current(device: torch.device) -> AbstractContextManager:
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], **options: Any) -> None:
     """Launch a kernel with those of the given arguments that it names, on the current device.
 
-    options: the compiler's. A call that is being recorded (`runtime/steady.py`) keeps the launch.
+    options: the compiler's. A call that is recorded (`runtime/steady.py`) keeps the launch; one that
+    is rehearsed (`runtime/rehearsal.py`) does not launch.
     """
     arguments = {name: given[name] for name in kernel.arg_names}
+    if (rehearsal := current_rehearsal()) is not None:
+        rehearsal.launches.append(Launch(kernel, arguments, options))
+        return
+    supply(kernel, arguments, options)
     compiled = kernel[grid](**arguments, **options)
     if (record := current_record()) is not None:
         record.launches.append(Launched(kernel, compiled, grid, tuple(arguments.values())))

@@ -20,7 +20,7 @@ from headstart.ops.gated_delta_rule.steps import sequence_steps
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
-from headstart.runtime.launcher import processors, start
+from headstart.runtime.launcher import processors, start, target_of
 
 SIZES = (128, 128)
 """The one (K, V) that the scan is written for."""
@@ -57,7 +57,7 @@ def declines(call: GatedDeltaCall) -> str | None:
     """Why the kernel cannot run a call, or None."""
     if call.device.type not in ("cuda", "meta"):
         return f"it runs on NVIDIA Hopper alone, not on {call.device.type}."
-    if call.device.type == "cuda" and not _hopper(call.device):
+    if target_of(call.device).name != "cuda:90":
         return "it runs on NVIDIA Hopper (compute capability 9.0) alone."
     if call.q.dtype not in DTYPES:
         return "it takes bfloat16 and float16."
@@ -69,11 +69,6 @@ def declines(call: GatedDeltaCall) -> str | None:
     if any(isinstance(s, torch.Tensor) and s.dtype == torch.float64 for s in states):
         return "it keeps states in float32; float64 is for the reference."
     return None
-
-
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def workspace_bytes(call: GatedDeltaCall) -> int:

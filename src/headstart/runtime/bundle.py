@@ -1,0 +1,200 @@
+"""A bundle: compiled programs in a directory, which may be moved, shared and mounted read-only.
+
+    DIR/cuda-90/scan_kernel-<key>/artefact.json   what it is, and the hashes of the other two
+                                  metadata.json   Triton's, for its launcher
+                                  program.cubin   or program.hsaco
+
+A program's folder appears whole, by one rename, so builders may share a directory and readers never
+see half of one. What a folder says is checked whenever a program is taken from it: a damaged one
+raises an error that names file and field, and so does one that was built from other sources or by
+another Triton.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.runtime.bundle_programs import Program
+
+FORMAT = 1
+KEY = 32
+"""Digits of a key in the name of a folder."""
+DESCRIPTION, METADATA = "artefact.json", "metadata.json"
+BINARIES = {"cuda": "cubin", "hip": "hsaco"}
+FIELDS = {
+    "format": int, "key": str, "specialisation": str, "kernel": str, "target": str, "triton": str,
+    "types": dict, "constants": dict, "metadata": str, "program": str,
+}  # fmt: skip
+"""Fields of a description and their types; `metadata` and `program` are hashes of those files."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A program in a bundle: its folder, and what the description there says."""
+
+    folder: Path
+    fields: Mapping[str, Any]
+
+    @staticmethod
+    def read(folder: Path) -> Artefact:
+        """The artefact in a folder; ValueError names what is wrong with its description."""
+        file = folder / DESCRIPTION
+        try:
+            fields = json.loads(_bytes_of(file))
+        except ValueError as error:
+            raise ValueError(f"bundle: {file} is damaged: {error}") from None
+        for name, kind in FIELDS.items():
+            if not isinstance(fields, dict) or not isinstance(fields.get(name), kind):
+                raise _damaged(file, name, f"a value of type {kind.__name__}", "none")
+        if fields["format"] != FORMAT:
+            raise _damaged(file, "format", FORMAT, fields["format"])
+        if not folder.name.endswith(f"-{fields['key'][:KEY]}"):
+            raise _damaged(file, "key", "that in the folder's name", fields["key"])
+        return Artefact(folder, fields)
+
+    @property
+    def metadata(self) -> Path:
+        """The file that Triton's launcher reads."""
+        return self.folder / METADATA
+
+    @property
+    def program(self) -> Path:
+        """The file that the driver loads."""
+        return self.folder / f"program.{BINARIES[self.fields['target'].split(':')[0]]}"
+
+    def check(self) -> None:
+        """Raise ValueError unless both files are what they were when the program was built."""
+        for name, file in (("metadata", self.metadata), ("program", self.program)):
+            found = _hash(_bytes_of(file))
+            if found != self.fields[name]:
+                raise _damaged(file, name, self.fields[name], found)
+
+
+def _damaged(file: Path, field: str, expected: object, got: object) -> ValueError:
+    return ValueError(
+        f"bundle: {file} is damaged: {field}: expected {expected}, got {got}; "
+        "delete the folder and build it again"
+    )
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"bundle: {file} cannot be read: {error.strerror}") from None
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The programs in a directory.
+
+    >>> sorted(Bundle(Path("/nowhere")).artefacts())
+    Traceback (most recent call last):
+        ...
+    ValueError: bundle: /nowhere is no directory
+    """
+
+    path: Path
+
+    def folder(self, program: Program) -> Path:
+        """Where a program lies, or would."""
+        return self._of_target(program.target_name) / f"{program.name}-{program.key[:KEY]}"
+
+    def _of_target(self, target: str) -> Path:
+        return self.path / target.replace(":", "-")
+
+    def artefacts(self) -> Iterator[Artefact]:
+        """Every artefact, read but not checked."""
+        if not self.path.is_dir():
+            raise ValueError(f"bundle: {self.path} is no directory")
+        for folder in sorted(self.path.glob("*-*/*-*")):
+            if not folder.name.startswith("."):
+                yield Artefact.read(folder)
+
+    def find(self, program: Program) -> Artefact | None:
+        """The artefact of a program, checked; None where the bundle has nothing like it.
+
+        Raises ValueError where it is damaged, and where the bundle holds the same specialisation
+        from other sources or of another Triton alone.
+        """
+        folder = self.folder(program)
+        if folder.is_dir():
+            found = Artefact.read(folder)
+            if found.fields["key"] != program.key:
+                raise _damaged(folder / DESCRIPTION, "key", program.key, found.fields["key"])
+            found.check()
+            return found
+        if not self.path.is_dir():
+            raise ValueError(f"bundle: {self.path} is no directory")
+        for other in folder.parent.glob(f"{program.name}-*"):
+            stale = Artefact.read(other)
+            if stale.fields["specialisation"] == program.specialisation:
+                raise ValueError(
+                    f"bundle: {other} is stale: it was built by Triton {stale.fields['triton']} "
+                    f"from other sources of {program.name} or under other settings than are used "
+                    "now; build the bundle again"
+                )
+        return None
+
+    def load(self, program: Program) -> Any:
+        """Triton's compiled kernel of a program, as `find`; its first launch takes it to the driver."""
+        artefact = self.find(program)
+        if artefact is None:
+            return None
+        from triton.compiler import CompiledKernel
+
+        files = {
+            f"{program.name}.json": artefact.metadata,
+            f"{program.name}{artefact.program.suffix}": artefact.program,
+        }
+        return CompiledKernel(program.source, files, program.key)
+
+    def add(self, program: Program, compiled: Any) -> bool:
+        """Keep a compiled program; False if another builder was first.
+
+        Raises ValueError where the directory cannot be written.
+        """
+        import triton
+
+        folder = self.folder(program)
+        binary = compiled.kernel
+        metadata = json.dumps(_relocatable(compiled.metadata), sort_keys=True).encode()
+        description = {
+            "format": FORMAT, "key": program.key, "specialisation": program.specialisation,
+            "kernel": program.name, "target": program.target_name, "triton": triton.__version__,
+            **program.described(), "metadata": _hash(metadata), "program": _hash(binary),
+        }  # fmt: skip
+        made = Artefact(folder, description)
+        building = folder.parent / f".building-{uuid.uuid4().hex}"
+        try:
+            building.mkdir(parents=True)
+            (building / made.program.name).write_bytes(binary)
+            (building / METADATA).write_bytes(metadata)
+            (building / DESCRIPTION).write_text(json.dumps(description, indent=1))
+            os.rename(building, folder)
+        except OSError as error:
+            shutil.rmtree(building, ignore_errors=True)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise ValueError(f"bundle: cannot write {folder}: {error.strerror}") from error
+        return True
+
+
+def _relocatable(metadata: Any) -> dict[str, Any]:
+    """Triton's metadata as plain data, libraries by name instead of by where they lay."""
+    plain = json.loads(json.dumps(metadata._asdict(), default=vars))
+    libraries = plain.get("extern_libs") or ()
+    return plain | {"extern_libs": [[name, Path(path).name] for name, path in libraries]}

@@ -1,0 +1,101 @@
+"""Where a launch's program comes from: this process, a bundle, or Triton's compiler.
+
+HEADSTART_BUNDLE=DIR   programs are taken from that bundle first; a damaged or stale one is an error
+HEADSTART_JIT=forbid   a program that no bundle gives is an error that names kernel and key
+HEADSTART_JIT=warn     it is compiled, and logged with the time that took
+
+`programs()` counts. Launches that repeat earlier ones (`runtime/steady.py`) ask for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstart.runtime.bundle import Bundle
+from headstart.runtime.bundle_programs import Program, program_here
+from headstart.runtime.checks import expect_choice
+
+BUNDLE, JIT = "HEADSTART_BUNDLE", "HEADSTART_JIT"
+POLICIES = ("allow", "warn", "forbid")
+LOG = logging.getLogger("headstart")
+
+
+class CompileForbidden(RuntimeError):
+    """A launch needs a program that no bundle gives, and HEADSTART_JIT=forbid."""
+
+
+class Programs(NamedTuple):
+    """Where the programs of this process came from.
+
+    loaded: those from a bundle. compiled: those from Triton, be it from its own cache on disk.
+    seconds: what the compiled ones took.
+    """
+
+    loaded: int
+    compiled: int
+    seconds: float
+
+
+_lock = threading.Lock()
+_programs = Programs(0, 0, 0.0)
+
+
+def programs() -> Programs:
+    """How many programs of kernels this process has loaded and compiled so far, on all devices.
+
+    >>> import headstart
+    >>> headstart.programs().compiled
+    0
+    """
+    return _programs
+
+
+def supply(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Give a kernel the program of a launch on the current device, if it does not have it yet.
+
+    Raises CompileForbidden where none may be compiled, and ValueError for a bundle that cannot be
+    used or a setting that does not exist.
+    """
+    if not hasattr(kernel, "device_caches"):
+        return  # the interpreter compiles nothing
+    slot, program, kept = program_here(kernel, arguments, options)
+    if slot not in kept and (found := obtain(program())) is not None:
+        kept[slot] = found
+
+
+def obtain(program: Program) -> Any:
+    """Triton's compiled kernel of a program: from the bundle, else from the compiler."""
+    policy = os.environ.get(JIT) or "allow"
+    expect_choice(JIT, policy, POLICIES)
+    directory = os.environ.get(BUNDLE)
+    found = Bundle(Path(directory)).load(program) if directory else None
+    if found is not None:
+        _count(loaded=1)
+        return found
+    wanted = f"{program.name} for {program.target_name}, key {program.key}"
+    if policy == "forbid":
+        held = f"is not in the bundle {directory}" if directory else f"has no bundle: {BUNDLE}"
+        held += "" if directory else " is not set"
+        raise CompileForbidden(f"{JIT}=forbid: {wanted}, {held}; {program.described()}")
+    began = time.perf_counter()
+    compiled = program.compile()
+    seconds = time.perf_counter() - began
+    _count(compiled=1, seconds=seconds)
+    if policy == "warn":
+        LOG.warning("compiled %s in %.3f s", wanted, seconds)
+    return compiled
+
+
+def _count(loaded: int = 0, compiled: int = 0, seconds: float = 0.0) -> None:
+    global _programs
+    with _lock:
+        before = _programs
+        _programs = Programs(
+            before.loaded + loaded, before.compiled + compiled, before.seconds + seconds
+        )

@@ -1,0 +1,193 @@
+"""Programs: a kernel in Triton's compiler's terms, and the key under which a bundle keeps it.
+
+A launch specialises its kernel for the types of its arguments, for what divides them, for constants
+and for options of the compiler. Triton's own binder works that out, with a driver or without one,
+so that a program has the same key where it is built and where it is launched. The key holds the
+kernel's source with that of every function it calls, the version of Triton and the target; neither
+Python's version nor PyTorch's, and no path.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.runtime.rehearsal import Launch, Rehearsal
+from headstart.runtime.static import TARGETS, Target
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kernel, specialised.
+
+    kernel: the function under `triton.jit` or `gluon.jit`.
+    source: Triton's source of it: signature, constants and what divides arguments.
+    options: those of Triton's compiler for the target.
+    slot: the name under which the kernel itself keeps it once it is compiled.
+    device: index of the device that is to launch it; None: none, it is compiled for elsewhere.
+    """
+
+    kernel: Any
+    target: Any
+    source: Any
+    options: Any
+    slot: str
+    device: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.__name__
+
+    @property
+    def target_name(self) -> str:
+        """The target as on the command line."""
+        return f"{self.target.backend}:{self.target.arch}"
+
+    @functools.cached_property
+    def specialisation(self) -> str:
+        """Hash of what the launch makes of the kernel, whatever its source."""
+        source = self.source
+        constants = {path: str(value) for path, value in source.constants.items()}
+        return _hash(
+            [
+                self.target_name,
+                f"{self.kernel.__module__}.{self.name}",
+                str(sorted(source.signature.items())),
+                str(sorted(constants.items())),
+                str(sorted(source.attrs.items())),
+                _spelled(self.options),
+            ]
+        )
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Hash of everything that the compiled program depends on."""
+        import triton
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+
+        settings = sorted(get_cache_invalidating_env_vars().items())
+        return _hash([triton.__version__, self.source.hash(), self.specialisation, settings])
+
+    def described(self) -> dict[str, Any]:
+        """Types and constants by argument, for a reader."""
+        names = self.kernel.arg_names
+        constants = {
+            ".".join([names[path[0]], *map(str, path[1:])]): str(value)
+            for path, value in self.source.constants.items()
+        }
+        types = {name: kind for name, kind in self.source.signature.items() if kind != "constexpr"}
+        return {"types": types, "constants": constants}
+
+    def compile(self) -> Any:
+        """Triton's compiled kernel, which needs no GPU; with a device, as a launch there does it.
+
+        None where a hook of Triton's takes the compiling over.
+        """
+        import triton
+
+        source = self.source
+        if self.device is None:
+            return triton.compile(source, target=self.target, options=self.options.__dict__)
+        return self.kernel._do_compile(
+            self.slot, source.signature, self.device, source.constants, self.options,
+            source.attrs, False,
+        )  # fmt: skip
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _spelled(options: Any) -> str:
+    """Options of the compiler by name, libraries by what is in them, wherever they lie."""
+    given = dict(options.__dict__)
+    given["extern_libs"] = [(name, _contents(path)) for name, path in given["extern_libs"]]
+    return str(sorted(given.items()))
+
+
+@functools.cache
+def _contents(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def program_here(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """(slot, a function that makes the program, what the kernel keeps) for the current device."""
+    from triton.runtime import driver
+
+    device = driver.active.get_current_device()  # type: ignore[attr-defined]
+    kept, slots, target, backend, binder = kernel.device_caches[device]
+    bound = _bind(kernel, arguments, options, binder)
+    slot = _slot(slots, bound)
+    return slot, lambda: _program(kernel, target, backend, bound, slot, device), kept
+
+
+def programs_of(rehearsal: Rehearsal) -> dict[str, Program]:
+    """The programs that a rehearsal launched, by key."""
+    return {
+        program.key: program
+        for launch in rehearsal.launches
+        for program in [_rehearsed(launch, rehearsal.target)]
+    }
+
+
+def _rehearsed(launch: Launch, target: Target) -> Program:
+    backend, binder = _backend(target.name), _binder(launch.kernel, target.name)
+    bound = _bind(launch.kernel, launch.arguments, launch.options, binder)
+    return _program(launch.kernel, backend.target, backend, bound, _slot({}, bound))
+
+
+@functools.cache
+def _backend(target: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    given = TARGETS[target]
+    return make_backend(GPUTarget(given.backend, given.arch, given.warp_size))
+
+
+@functools.cache
+def _binder(kernel: Any, target: str) -> Any:
+    from triton.runtime.jit import create_function_from_signature
+
+    return create_function_from_signature(kernel.signature, kernel.params, _backend(target))
+
+
+def _bind(
+    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], binder: Any
+) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """Bound arguments, their specialisation, options of the compiler, and all that was given."""
+    from triton import knobs
+
+    given = {
+        **options,
+        "debug": options.get("debug", kernel.debug) or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    return (*binder(**arguments, **given), {**arguments, **given})
+
+
+def _slot(slots: dict[Any, str], bound: tuple[Any, Any, dict[str, Any], Any]) -> str:
+    from triton.runtime.jit import compute_cache_key
+
+    return compute_cache_key(slots, bound[1], bound[2])
+
+
+def _program(
+    kernel: Any, target: Any, backend: Any, bound: Any, slot: str, device: int | None = None
+) -> Program:
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    arguments, specialization, rest, given = bound
+    options, signature, constants, attrs = kernel._pack_args(
+        backend, given, arguments, specialization, rest
+    )
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attrs)
+    return Program(kernel, target, source, options, slot, device)
