@@ -35,7 +35,7 @@ GIB = 2**30
 )
 @click.option(
     "--policies",
-    default="ends,branches,geometric,thinned",
+    default="ends,branches,geometric,thinned,all",
     show_default=True,
     metavar="A,B,...",
     help="Where states are kept; `replay` and `workloads` take geometric.",
