@@ -52,3 +52,18 @@ def installed(fake, monkeypatch):
     yield fake
     fake.forget()
     workspace_of(torch.device("cpu"), fake.stream).release()
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory):
+    """A bundle that holds the gated norm for two targets, compiled."""
+    pytest.importorskip("triton")
+    from tests.runtime.bundled import rehearsed
+
+    from headstart.runtime.bundle import Bundle
+
+    made = Bundle(tmp_path_factory.mktemp("bundle") / "built")
+    for target in ("cuda:90", "hip:gfx942"):
+        (program,) = rehearsed(target).values()
+        assert made.add(program, program.compile())
+    return made

@@ -150,7 +150,7 @@ class Bundle:
         return None
 
     def load(self, program: Program) -> Any:
-        """Triton's compiled kernel of a program, as `find`; its first launch takes it to the driver."""
+        """What `find` gives, as Triton's compiled kernel, not yet given to the driver."""
         artefact = self.find(program)
         if artefact is None:
             return None
@@ -183,7 +183,7 @@ class Bundle:
             building.mkdir(parents=True)
             (building / made.program.name).write_bytes(binary)
             (building / METADATA).write_bytes(metadata)
-            (building / DESCRIPTION).write_text(json.dumps(description, indent=1))
+            (building / DESCRIPTION).write_bytes(json.dumps(description, indent=1).encode())
             os.rename(building, folder)
         except OSError as error:
             shutil.rmtree(building, ignore_errors=True)

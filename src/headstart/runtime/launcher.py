@@ -137,8 +137,8 @@ def current(device: torch.device) -> AbstractContextManager:
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], **options: Any) -> None:
     """Launch a kernel with those of the given arguments that it names, on the current device.
 
-    options: the compiler's. A call that is recorded (`runtime/steady.py`) keeps the launch; one that
-    is rehearsed (`runtime/rehearsal.py`) does not launch.
+    options: the compiler's. A call that is recorded (`runtime/steady.py`) keeps the launch; one
+    that is rehearsed (`runtime/rehearsal.py`) does not launch.
     """
     arguments = {name: given[name] for name in kernel.arg_names}
     if (rehearsal := current_rehearsal()) is not None:
@@ -189,7 +189,7 @@ class HostInts(tuple[int, ...]):
         if found is None:
             found = device_ints(list(self), device)
             # What a graph copies while it is captured is there only once it is replayed.
-            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            if not capturing(device):
                 self._copies[key] = found
         return found
 
@@ -202,6 +202,11 @@ def frozen_ints(values: Any) -> Any:
     """
     plain = type(values) in (list, tuple) and set(map(type, values)) <= {int, bool}
     return HostInts(values) if plain else values
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured in a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(device: torch.device) -> int:
