@@ -22,7 +22,7 @@ from triton import knobs  # noqa: E402
 import headstart  # noqa: E402
 from headstart import DeltaCache, Gate, Pool, Schedule, Workspace  # noqa: E402
 from headstart.ops.gated_delta_rule import api  # noqa: E402
-from headstart.runtime import dispatch  # noqa: E402
+from headstart.runtime import dispatch, launcher  # noqa: E402
 from headstart.runtime.record import recording  # noqa: E402
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
@@ -456,6 +456,18 @@ def test_threads_share_programs(driver):
         thread.join()
     assert not failed
     assert len(RULE.prepared) == 1
+
+
+def test_a_captured_call_is_not_remembered(driver, monkeypatch):
+    call = CALLS["a cache"]()
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "capturing", lambda device: True)
+        patch.setattr(dispatch, "capturing", lambda device: True)
+        rule(call, "hopper")
+    assert not RULE.prepared
+    for steady in (False, True):
+        launched(driver, call, "hopper")
+        assert is_steady(driver) == steady
 
 
 def test_only_the_last_signatures_are_kept(driver, monkeypatch):

@@ -23,6 +23,7 @@ import torch
 
 from headstart.runtime.checks import expect_choice, shown
 from headstart.runtime.declined import Declined
+from headstart.runtime.launcher import capturing
 from headstart.runtime.precision import full_float32
 from headstart.runtime.record import recording
 from headstart.runtime.rehearsal import current_rehearsal
@@ -219,6 +220,8 @@ def anew(
 ) -> Any:
     """Compute a bound call, and remember how if it has a signature that was not seen before.
 
+    A captured call is not remembered: it may copy what later ones find on the device.
+
     among: where to, in place of the operation: what keeps it is then a fact of the call, and so is
     where the tensors lie that it keeps, `kept`, which are no part of the signature.
     """
@@ -227,7 +230,7 @@ def anew(
     facts, tensors = signature
     key = facts, name, memory([x.data_ptr() for x in tensors])
     known = operation.prepared if among is None else among
-    if key in known:
+    if key in known or capturing(call.device):
         return run(operation, call, name)
     with recording() as record, watching() as ran:
         result = run(operation, call, name)
