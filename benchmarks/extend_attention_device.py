@@ -82,17 +82,13 @@ SWEEPS = {
 }
 """Case -> configurations beside the rule's; every other case of the list runs the rule's alone."""
 REPRODUCIBLE = {
-    "oss-16k-win": (
-        Config(64, 32, 3, 4), Config(64, 32, 3, 4, registers=96), Config(64, 32, 2, 4),
-    ),
+    "oss-16k-win": (Config(64, 32, 3, 4), Config(64, 32, 3, 4, registers=96)),
     "oss-16k-full": (
-        Config(64, 64, 3, 4, 1024, 168), Config(64, 64, 3, 4, 2048, 168),
-        Config(64, 64, 3, 4, 8192, 168), Config(64, 64, 2, 4, 4096, 168),
-        Config(128, 64, 2, 8, 4096), Config(128, 128, 2, 8, 4096),
+        Config(64, 64, 3, 4, 2048, 168, 3), Config(64, 64, 3, 4, 8192, 168, 3),
+        Config(64, 64, 2, 4, 4096, 168, 3), Config(64, 128, 2, 4, 4096, 168, 3),
     ),
-    "llama-16k": (Config(64, 64, 2, 4, 4096), Config(64, 64, 3, 4, 1024)),
-    "next-16k": (Config(64, 32, 2, 4, 4096), Config(64, 64, 2, 4, 4096)),
-    "paged-64": (Config(64, 64, 3, 4, 4096),),
+    "llama-16k": (Config(64, 64, 2, 4, 4096, 0, 2), Config(64, 64, 3, 4, 1024, 0, 2)),
+    "next-16k": (Config(64, 32, 2, 4, 4096, 0, 2), Config(64, 64, 2, 4, 4096)),
 }  # fmt: skip
 """The same for the reproducible kernel, beside the rule's."""
 OTHERS = (

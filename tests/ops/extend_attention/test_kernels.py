@@ -37,7 +37,7 @@ def run(config, arguments, **options):
         bound = spec.bind(**given)
         if sentence := declines(bound):
             pytest.skip(sentence)
-        return launch(bound, Config(BM, BN, 1, 4, piece))
+        return launch(bound, Config(BM, BN, 1, 4, piece, resident=3))
 
     return call(**given) if DEVICE == "cpu" else on_device(torch.device(DEVICE), call, **given)
 

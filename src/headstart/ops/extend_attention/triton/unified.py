@@ -127,12 +127,20 @@ def unified_kernel(
     SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile and block of heads after another, `work` over all programs.
+    """One tile and block of heads after another, `work` over all programs; one under a window.
 
-    parked: float32 [programs, BM, BDV]. Other arguments as for `extend_kernel`.
+    Rounds go to and fro over the programs, so that all get as many heavy tiles. parked: float32
+    [programs, BM, BDV]. Other arguments as for `extend_kernel`.
     """
-    for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
-        i = tl.zeros((), tl.int32) + item  # loops of the interpreter count in Python's numbers
+    programs = tl.num_programs(0)
+    turns = 1
+    if not WINDOWED:
+        turns = tl.cdiv(work, programs)
+    for turn in tl.range(turns, disable_licm=True):
+        place = tl.program_id(0)
+        if turn % 2 == 1:
+            place = programs - 1 - place
+        i = turn * programs + place  # behind the last item there is nothing to do
         n, row, length, first, piece, scratch = tile_of(
             i // HEADS, sequences, tiles, listed, total, BT
         )
