@@ -74,7 +74,7 @@ def reduce(
     old_end = tl.minimum(tl.maximum(old_whole[1], old_begin), end)
     new_begin = tl.minimum(tl.maximum(new_whole[0], old_end), end)
     new_end = tl.minimum(tl.maximum(new_whole[1], new_begin), end)
-    for side in tl.range(3, disable_licm=True):
+    for side in tl.range(0 if FOUND != "" else 1, 3, disable_licm=True):
         # Triton 3.6 takes what a loop carries for dead where it only bounds loops within: here
         # nothing is carried from one side to the next but the state.
         first = tl.where(side == 0, begin, tl.where(side == 1, old_end, new_end))
@@ -150,8 +150,12 @@ def unified_kernel(
             o_h += key_head * GROUP
             facts = facts_of(sequences, n)
             query_start = tl.load(facts + 2).to(tl.int32)
-            old_run = (tl.load(facts + 3).to(tl.int32), tl.load(facts + 4).to(tl.int32))
-            new_run = (query_start, tl.load(facts + 5).to(tl.int32))
+            none = tl.zeros((), tl.int32)
+            old_run, new_run = (none, none), (none, none)
+            if FOUND != "":
+                old_run = (tl.load(facts + 3).to(tl.int32), tl.load(facts + 4).to(tl.int32))
+            if NEW != "":
+                new_run = (query_start, tl.load(facts + 5).to(tl.int32))
             where = tl.load(facts + 6)
             border = tl.load(facts + 7).to(tl.int32)
             b_q = read_queries(q, o_row, o_h, m_row, q_token, q_head, D, BD)
