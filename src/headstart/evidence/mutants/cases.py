@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.gated_delta_rule import DeltaCase
@@ -48,6 +50,20 @@ RULES = {
     ),
 }
 """Name of a check -> its case of the gated delta rule."""
+
+_OF_128 = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": "bfloat16"}
+OF_128 = {
+    **{
+        f"{name} of 128": replace(RULES[name], id=f"{RULES[name].id}-128", **_OF_128)
+        for name in ("rule", "rule pool", "rule snapshots", "rule cache", "rule drafts",
+                     "rule hard decays", "rule late forgetting", "rule equal keys")
+    },
+    # Long, and with heads enough for chunks to be prepared beside the scan.
+    "rule beside of 128": _rule(
+        "rule-beside-128", lengths=(3400,), H=16, HV=32, K=128, V=128, dtype="bfloat16"
+    ),
+}  # fmt: skip
+"""The same for kernels that are written for one head size and 16-bit inputs."""
 
 
 def _attention(id: str, **options: object) -> AttentionCase:

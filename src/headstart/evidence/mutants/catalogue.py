@@ -10,6 +10,7 @@ from headstart.evidence.mutants import (
     attention_kernels,
     convolution,
     delta,
+    hopper,
     kernels,
     references,
 )
@@ -28,6 +29,7 @@ def named() -> tuple[Mutant, ...]:
         *attention.MUTANTS,
         *convolution.MUTANTS,
         *kernels.MUTANTS,
+        *hopper.MUTANTS,
         *attention_kernels.MUTANTS,
         *references.MUTANTS,
     )

@@ -12,7 +12,7 @@ import torch
 import headstart
 from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
 from headstart.evidence.cases.record import Draws
-from headstart.evidence.mutants.cases import NEIGHBOURLY, RULES
+from headstart.evidence.mutants.cases import NEIGHBOURLY, OF_128, RULES
 from headstart.evidence.mutants.record import Verdict
 from headstart.evidence.mutants.verdicts import Bits, Check, Values, compared
 from headstart.evidence.oracles import delta
@@ -20,6 +20,7 @@ from headstart.evidence.poison import poison, poisoned_memory
 from headstart.evidence.verify.computing import compute
 from headstart.evidence.verify.tolerances import tolerance
 from headstart.evidence.verify.transcript import verify_transcript
+from headstart.runtime import dispatch
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,12 @@ class ManySpans:
     case: DeltaCase
 
     def run(self, implementation: str, device: str) -> Verdict:
-        """Verify the case."""
-        with mock.patch("headstart.ops.gated_delta_rule.passes.scratch.SCRATCH", 0):
+        """Verify the case; what calls with more scratch launched is not launched again."""
+        prepared = dispatch.operations()["gated_delta_rule"].prepared
+        with (
+            mock.patch("headstart.ops.gated_delta_rule.passes.scratch.SCRATCH", 0),
+            mock.patch.dict(prepared, clear=True),
+        ):
             return Values(self.case).run(implementation, device)
 
 
@@ -410,8 +415,12 @@ TOKEN_CHECKS: dict[str, Check] = {
 """The same for the token-by-token form, which kernels do not have."""
 KERNEL_CHECKS: dict[str, Check] = {"rule many spans": ManySpans(RULES["rule"])}
 """The same for what only kernels have."""
-DEVICE_CHECKS: dict[str, Check] = {"rule far slot": FarSlot()}
-"""The same for what takes a device's memory."""
+DEVICE_CHECKS: dict[str, Check] = {
+    "rule far slot": FarSlot(),
+    **{name: Values(case) for name, case in OF_128.items()},
+    "rule many spans of 128": ManySpans(OF_128["rule of 128"]),
+}
+"""The same for what takes a device: its memory, or kernels that run nowhere else."""
 NEIGHBOUR_CHECKS: dict[str, Check] = {
     name: Values(case, against) for name, (against, case) in NEIGHBOURLY.items() if case.op == _OP
 }
