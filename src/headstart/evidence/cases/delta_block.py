@@ -46,9 +46,12 @@ class DeltaBlockCase(DeltaCase):
 
     def blank(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Arguments of the rule inside the layer, with undefined values."""
-        draws = Draws(0, device, blank=True)
-        block = self._steps(draws, self.torch_dtype)[-1]
+        block = self.blank_block(device)
         return rule_arguments(block, block["mixed"])
+
+    def blank_block(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Keyword arguments of `run` with undefined values."""
+        return self._steps(Draws(0, device, blank=True), self.torch_dtype)[-1]
 
     def inputs(
         self, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -107,7 +110,8 @@ def rule_arguments(block: dict[str, Any], mixed: torch.Tensor) -> dict[str, Any]
     cache = block["state"].cache
     T, HK = len(mixed), cache.H * cache.K
     q, k, v = mixed.split((HK, HK, cache.HV * cache.V), dim=-1)
-    return {
+    kept = {"snapshots": block["snapshots"]} if "snapshots" in block else {}
+    return kept | {
         "q": q.view(T, cache.H, cache.K),
         "k": k.view(T, cache.H, cache.K),
         "v": v.view(T, cache.HV, cache.V),
@@ -134,6 +138,7 @@ def run(block: dict[str, Any], *, implementation: str | None = None) -> torch.Te
         block["weight"],
         schedule=block["schedule"],
         state=block["state"],
+        snapshots=block["mixed"].dtype if "snapshots" in block else None,
         implementation=implementation,
     )
     arguments = rule_arguments(block, convolved.y)

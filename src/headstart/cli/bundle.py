@@ -1,0 +1,146 @@
+"""`headstart bundle`: kernels compiled ahead of time into a directory, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+MODELS = click.option(
+    "--models",
+    multiple=True,
+    metavar="M",
+    help="Only what these call: catalogue, qwen3-next-80b, gpt-oss-20b, ...; all.",
+)
+
+
+@click.group()
+def command() -> None:
+    """Compile kernels ahead of time; see what a bundle holds and what it lacks."""
+
+
+@command.command()
+@click.option(
+    "--target", "targets", multiple=True, required=True, metavar="T", help="cuda:90, gfx942, ..."
+)
+@MODELS
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; one a core.")
+@click.option("-o", "--output", required=True, metavar="DIR", help="Made if it is not there.")
+@click.pass_context
+def build(
+    ctx: click.Context,
+    targets: tuple[str, ...],
+    models: tuple[str, ...],
+    jobs: int | None,
+    output: str,
+) -> None:
+    """Compile every program that the models' calls can launch, and keep it in DIR.
+
+    Programs that DIR holds already are left. Exits with 1 when one does not compile.
+    """
+    from headstart.cli.printing import console, print_table
+    from headstart.evidence.cases.profiles import reach
+    from headstart.evidence.static.collect import resolve_targets
+    from headstart.runtime.bundle import Bundle
+    from headstart.runtime.bundle_build import build
+
+    bundle, rows, failed = Bundle(Path(output)), [], []
+    for target in resolve_targets(targets):
+        began = time.perf_counter()
+        programs = list(reach(target, models).programs.values())
+        with _progress(target) as progress:
+            built = build(bundle, programs, jobs or len(os.sched_getaffinity(0)), progress)
+        failed += [one for one in built if one.error]
+        seconds = round(time.perf_counter() - began, 1)
+        rows.append((target, len(programs), len(programs) - len(built), len(built), seconds))
+    print_table(("target", "programs", "there before", "compiled", "seconds"), rows)
+    for one in failed:
+        said = f"FAILS {one.program.name} for {one.program.target_name}: {one.error}"
+        console().print(said, markup=False)
+    ctx.exit(1 if failed else 0)
+
+
+@command.command()
+@click.argument("directory", metavar="DIR")
+@click.option("--target", "targets", multiple=True, metavar="T", help="Only these; all in DIR.")
+@MODELS
+@click.pass_context
+def check(
+    ctx: click.Context, directory: str, targets: tuple[str, ...], models: tuple[str, ...]
+) -> None:
+    """Compare DIR with what the models' calls launch; every artefact is read and hashed.
+
+    Exits with 1 when a program is missing, stale or damaged.
+    """
+    from headstart.cli.printing import console, print_table
+    from headstart.evidence.cases.profiles import reach
+    from headstart.evidence.static.collect import resolve_targets
+    from headstart.runtime.bundle import Bundle
+
+    bundle, rows, said = Bundle(Path(directory)), [], []
+    there = sorted({artefact.fields["target"] for artefact in bundle.artefacts()})
+    if not there and not targets:
+        raise ValueError(f"bundle: {directory} holds nothing")
+    for target in resolve_targets(targets or tuple(there)):
+        found = reach(target, models)
+        held = 0
+        for key, program in found.programs.items():
+            try:
+                artefact = bundle.find(program)
+            except ValueError as error:
+                said.append(str(error))
+                continue
+            held += artefact is not None
+            if artefact is None:
+                said.append(f"missing for {target}: {program.name}, key {key}, {found.asked[key]}")
+        share = f"{100 * held / len(found.programs):.1f} %"
+        rows.append((target, len(found.programs), held, share, len(found.declined)))
+    print_table(("target", "reachable", "held", "share", "declined calls"), rows)
+    for line in said:
+        console().print(line, markup=False)
+    ctx.exit(1 if said else 0)
+
+
+@command.command("list")
+@click.argument("directory", metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Everything that the artefacts say.")
+def list_programs(directory: str, as_json: bool) -> None:
+    """Print what DIR holds."""
+    from headstart.cli.printing import binary_size, print_json, print_table
+    from headstart.runtime.bundle import Bundle
+
+    found = list(Bundle(Path(directory)).artefacts())
+    if as_json:
+        print_json([dict(artefact.fields) for artefact in found])
+        return
+    print_table(
+        ("kernel", "target", "key", "Triton", "size"),
+        [
+            (fields["kernel"], fields["target"], fields["key"][:12], fields["triton"], size)
+            for artefact in found
+            for fields in [artefact.fields]
+            for size in [binary_size(artefact.program.stat().st_size)]
+        ],
+    )
+
+
+@contextmanager
+def _progress(target: str) -> Iterator[Any]:
+    """A line on a terminal's stderr that says how far the compiling is."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(done: int, count: int, name: str) -> None:
+        print(f"\r\x1b[K{target}: {done} of {count}, {name}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr)

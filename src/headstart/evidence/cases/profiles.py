@@ -1,0 +1,191 @@
+"""What a model calls, as cases: from a first prompt to decode, drafts and a prefix hit.
+
+A profile is what `headstart bundle` compiles for and what `headstart.warmup` readies.
+
+>>> "qwen3-next-80b" in PROFILES, len(profile("gpt-oss-20b")) > 8
+(True, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from headstart.evidence.cases import catalogue, delta_block
+from headstart.evidence.cases.delta_block import DeltaBlockCase
+from headstart.evidence.cases.extend_attention import AttentionCase
+from headstart.evidence.cases.gated_delta_rule import DeltaCase
+from headstart.evidence.cases.record import Case
+from headstart.runtime.bundle_programs import Program, programs_of
+from headstart.runtime.declined import Declined
+from headstart.runtime.rehearsal import rehearsing
+from headstart.runtime.static import TARGETS
+
+CATALOGUE = "catalogue"
+
+
+def _linear(H: int, HV: int, dtype: str = "bfloat16") -> Iterator[Case]:
+    """Linear layers of K = V = 128, in batches that take every form a launch can have."""
+    sizes: dict[str, Any] = {"H": H, "HV": HV, "dtype": dtype, "why": "a model's linear layer"}
+    for name, lengths in (
+        ("one", (1,)),
+        ("drafts", (4,)),
+        ("short", (512,)),
+        ("middle", (4500,)),
+        ("spans", (6000,)),
+        ("long", (65_536,)),
+        ("ragged", (21, 7033, 3709, 400)),
+        ("ragged-long", (20, 50_000, 8000)),
+        ("decode", (1,) * 64),
+        ("verify", (4,) * 24),
+        ("mixed", (1,) * 8 + (2048,)),
+        ("batch", (512,) * 8),
+        ("many", (64,) * 20),
+        ("many-long", (64,) * 600),
+        ("batch-long", (4096,) * 16),
+    ):
+        starts = (100,) * len(lengths)
+        case = DeltaBlockCase(id=f"layer-{name}", lengths=lengths, starts=starts, **sizes)
+        yield case
+        if max(lengths) <= 4:
+            yield replace(case, id=case.id + "-drafts", drafts=True)
+        else:
+            yield replace(case, id=case.id + "-kept", snapshot_every=64, snapshot_dtype="float32")
+        plain = DeltaCase(id=f"plain-{name}", lengths=lengths, **sizes)
+        yield plain
+        yield replace(plain, id=plain.id + "-none", state="none")
+
+
+def _softmax(
+    HQ: int,
+    HK: int,
+    D: int,
+    windows: tuple[int | None, ...] = (None,),
+    sinks: bool = False,
+    dtype: str = "bfloat16",
+    pages: tuple[int, ...] = (16, 64),
+) -> Iterator[Case]:
+    """Softmax layers: prompts without a cache, on rows, on slots and on pages of these sizes."""
+    for window in windows:
+        make = partial(
+            AttentionCase, HQ=HQ, HK=HK, D=D, sinks=sinks, dtype=dtype, window=window,
+            why="a model's softmax layer",
+        )  # fmt: skip
+        for name, lengths, prefixes in (
+            ("one", (1,), (100,)),
+            ("deep", (3,), (16_384,)),
+            ("short", (512,), (8192,)),
+            ("mixed", (1,) * 8 + (2048,), (100,) * 9),
+        ):
+            yield make(id=f"{name}-whole", lengths=lengths)
+            yield make(id=f"{name}-rows", lengths=lengths, prefixes=prefixes)
+            for size in (1, *pages):
+                yield make(
+                    id=f"{name}-paged-{size}",
+                    lengths=lengths,
+                    prefixes=prefixes,
+                    layout="slots" if size == 1 else "pages",
+                    page_size=size,
+                    new_in_cache=True,
+                )
+
+
+PROFILES: dict[str, Callable[[], Iterator[Case]]] = {
+    CATALOGUE: lambda: (c for c in catalogue(small=False) if c.op != "model"),
+    "qwen3-next-80b": lambda: chain(_linear(16, 32), _softmax(16, 2, 256)),
+    "qwen3.5-9b-like": lambda: chain(_linear(16, 32), _softmax(16, 4, 256)),
+    "gpt-oss-20b": lambda: _softmax(64, 8, 64, (128, None), sinks=True),
+    "tiny-qwen3-next": lambda: chain(
+        _linear(2, 4, "float32"), _softmax(4, 2, 128, dtype="float32", pages=(64,))
+    ),
+    "tiny-gpt-oss": lambda: _softmax(
+        8, 2, 64, (128, None), sinks=True, dtype="float32", pages=(64,)
+    ),
+}
+"""Name -> its cases; the models are those of the catalogue, "catalogue" all of its other cases."""
+
+
+PROCESSORS = {
+    "cuda:80": 108, "cuda:89": 142, "cuda:90": 132, "cuda:100": 148, "cuda:120": 170,
+    "hip:gfx942": 304, "hip:gfx950": 256, "hip:gfx1151": 40,
+}  # fmt: skip
+"""Multiprocessors (compute units) of the usual device of a target, which some forms depend on."""
+
+
+@cache
+def profile(name: str) -> tuple[Case, ...]:
+    """The cases of a profile; ValueError for one that does not exist."""
+    if name not in PROFILES:
+        raise ValueError(f"models: expected some of {list(PROFILES)}, got {name!r}")
+    return tuple(PROFILES[name]())
+
+
+def calls(case: Case) -> Iterator[Callable[[], object]]:
+    """The calls of a case on meta tensors, for a rehearsal: attention's in both its orders."""
+    import headstart
+
+    if isinstance(case, DeltaBlockCase):
+        block = case.blank_block("meta")
+        # Checkpoints keep the gates' parameters in float32 or in the model's dtype.
+        kept = {name: block[name].to(case.torch_dtype) for name in ("a_log", "dt_bias")}
+        for layer in (block, block | kept):
+            yield partial(delta_block.run, layer)
+            yield from _uncached(case, layer)
+        return
+    arguments = case.blank("meta")
+    yield partial(getattr(headstart, case.op), **arguments)
+    if isinstance(case, AttentionCase):
+        yield partial(headstart.extend_attention, **arguments, reproducible=True)
+        if case.new_in_cache:
+            k = torch.empty(case.tokens, case.HK, case.D, dtype=case.torch_dtype, device="meta")
+            v = torch.empty(case.tokens, case.HK, case.value_size, dtype=k.dtype, device="meta")
+            slots = torch.empty(case.tokens, dtype=torch.int64, device="meta")
+            yield partial(headstart.write_kv, k, v, arguments["cache"], slots)
+
+
+def _uncached(case: DeltaBlockCase, block: dict[str, Any]) -> Iterator[Callable[[], object]]:
+    """A layer's convolution and rule where the model has no cache."""
+    import headstart
+
+    lengths, mixed = list(case.lengths), block["mixed"]
+    yield partial(headstart.causal_conv1d, mixed, block["weight"], schedule=lengths)
+    rule = delta_block.rule_arguments(block, mixed) | {"schedule": lengths, "state": None}
+    rule.pop("snapshots", None)
+    yield partial(headstart.gated_delta_rule, **rule)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the calls of profiles launch on a target.
+
+    programs: by key. asked: key -> the first case that launches it.
+    declined: case -> the sentences why no kernel computes one of its calls.
+    """
+
+    programs: dict[str, Program]
+    asked: dict[str, str]
+    declined: dict[str, str]
+
+
+def reach(target: str, names: Sequence[str] = (), processors: int | None = None) -> Reach:
+    """The programs that the calls of these profiles (none given: of all) launch on a target.
+
+    processors: those of the device, where it is not the usual one of its target.
+    """
+    found = Reach({}, {}, {})
+    for name, case in [(model, case) for model in names or PROFILES for case in profile(model)]:
+        with rehearsing(TARGETS[target], processors or PROCESSORS[target]) as rehearsal:
+            for call in calls(case):
+                try:
+                    call()
+                except Declined as sentences:
+                    found.declined[f"{name}: {case.id}"] = str(sentences)
+        for key, program in programs_of(rehearsal).items():
+            found.programs.setdefault(key, program)
+            found.asked.setdefault(key, f"{name}: {case.id}")
+    return found

@@ -1,0 +1,84 @@
+"""Compiles programs into a bundle, in parallel, on any machine that has Triton."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+from headstart.runtime.bundle import Bundle
+from headstart.runtime.bundle_programs import Program
+
+
+class Built(NamedTuple):
+    """What became of a program: the seconds it took to compile, and how that failed, or ""."""
+
+    program: Program
+    seconds: float
+    error: str
+
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, all, the program done last)."""
+
+
+def build(
+    bundle: Bundle, programs: Sequence[Program], jobs: int, progress: Progress | None = None
+) -> list[Built]:
+    """Compile those of the programs that a bundle lacks, in `jobs` processes, and keep each.
+
+    A program that does not compile is told in the result; the others are kept. Raises ValueError
+    where the directory cannot be written, where what it holds is damaged, and where the compiler
+    takes a process down.
+    """
+    lacking = [program for program in programs if not _held(bundle, program)]
+    done: list[Built] = []
+    # A forked process has the programs already: kernels and layouts need not be written out.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (bundle, lacking))
+    try:
+        futures = [pool.submit(_build, index) for index in range(len(lacking))]
+        for future in as_completed(futures):
+            index, seconds, error = future.result()
+            done.append(Built(lacking[index], seconds, error))
+            if progress is not None:
+                progress(len(done), len(lacking), lacking[index].name)
+    except BrokenProcessPool:
+        left = sorted(
+            {program.name for program in lacking} - {built.program.name for built in done}
+        )
+        raise ValueError(
+            f"bundle: the compiler took its process down, in one of {', '.join(left) or 'the rest'}"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return done
+
+
+def _held(bundle: Bundle, program: Program) -> bool:
+    """Whether a program lies there, whole."""
+    return bundle.folder(program).is_dir() and bundle.find(program) is not None
+
+
+_work: tuple[Bundle, Sequence[Program]]
+
+
+def _begin(bundle: Bundle, programs: Sequence[Program]) -> None:
+    global _work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    _work = bundle, programs
+
+
+def _build(index: int) -> tuple[int, float, str]:
+    bundle, programs = _work
+    began = time.perf_counter()
+    try:
+        compiled = programs[index].compile()
+    except Exception as error:  # whatever a compiler raises is this program's result
+        words = str(error).strip().splitlines() or [""]
+        return index, time.perf_counter() - began, f"{type(error).__name__}: {words[-1][:200]}"
+    bundle.add(programs[index], compiled)
+    return index, time.perf_counter() - began, ""

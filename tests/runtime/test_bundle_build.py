@@ -1,0 +1,191 @@
+"""What a bundle is built for, and building it: alone, twice at once, and where a compile fails."""
+
+import dataclasses
+import multiprocessing
+import os
+import random
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("click")
+
+from tests.implementations import KERNELS
+from tests.runtime.bundled import rehearsed
+
+from headstart.cli import main
+from headstart.evidence.cases import profiles
+from headstart.evidence.cases.extend_attention import AttentionCase
+from headstart.evidence.cases.profiles import PROCESSORS, calls, profile, reach
+from headstart.runtime.bundle import Bundle
+from headstart.runtime.bundle_build import build
+from headstart.runtime.bundle_programs import Program, programs_of
+from headstart.runtime.rehearsal import rehearsing
+from headstart.runtime.static import TARGETS
+
+pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
+MOST = 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_has_few_programs(target):
+    found = reach(target)
+    assert 200 < len(found.programs) <= MOST
+    # New keys in another dtype than cached ones cannot be reproducible.
+    assert list(found.declined) == ["catalogue: fp8-cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
+@pytest.mark.parametrize("model", ["qwen3-next-80b", "gpt-oss-20b", "tiny-qwen3-next"])
+def test_no_length_leads_outside_a_profile(target, model):
+    known, rng = reach(target, [model]).programs, random.Random(f"{target} {model}")
+    for _ in range(50):
+        case = rng.choice(profile(model))
+        count = rng.choice([1, 1, 2, 3, 8, 24, 64])
+        lengths, before = (
+            tuple(rng.randrange(least, rng.choice([4, 64, 700, 9000])) for _ in range(count))
+            for least in (1, 0)
+        )
+        if isinstance(case, AttentionCase):
+            drawn = {"lengths": lengths, "prefixes": before if case.prefixes else ()}
+        else:
+            most = 16 if case.drafts else 9000
+            drawn = {
+                "lengths": tuple(min(length, most) for length in lengths),
+                "starts": before if case.starts else (),
+            }
+        with rehearsing(TARGETS[target], PROCESSORS[target]) as rehearsal:
+            for call in calls(dataclasses.replace(case, **drawn)):
+                call()
+        assert rehearsal.launches
+        assert set(programs_of(rehearsal)) <= set(known), (case.id, drawn)
+
+
+def test_models_share_a_bundle_and_each_has_its_own():
+    every = reach("cuda:90", ["qwen3-next-80b", "gpt-oss-20b"])
+    first, second = (reach("cuda:90", [name]) for name in ("qwen3-next-80b", "gpt-oss-20b"))
+    assert set(every.programs) == {*first.programs, *second.programs}
+    assert {program.name for program in second.programs.values()} == {
+        "extend_kernel", "unified_kernel", "join_kernel", "write_kernel",
+    }  # fmt: skip
+    assert every.asked[next(iter(second.programs))].startswith("gpt-oss-20b: ")
+
+
+def test_a_profile_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match=r"models: expected some of .*, got 'gpt'"):
+        reach("cuda:90", ["gpt"])
+
+
+def test_what_is_there_is_left(tmp_path):
+    bundle, programs = Bundle(tmp_path), list(rehearsed().values())
+    seen = []
+    (built,) = build(bundle, programs, 1, lambda *told: seen.append(told))
+    assert (built.program, built.error) == (programs[0], "")
+    assert seen == [(1, 1, "norm_kernel")]
+    assert build(bundle, programs, 1) == []
+
+
+def _exits_well(bundle, programs):
+    sys.exit(any(built.error for built in build(bundle, programs, 1)))
+
+
+def test_two_builders_may_share_a_directory(tmp_path):
+    programs = [*rehearsed().values(), *rehearsed(channels=96).values()]
+    bundle = Bundle(tmp_path)
+    start = multiprocessing.get_context("fork").Process
+    builders = [start(target=_exits_well, args=(bundle, programs)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert [builder.exitcode for builder in builders] == [0, 0]
+    keys = {bundle.find(program).fields["key"] for program in programs}
+    assert keys == {program.key for program in programs}
+    assert len([*bundle.path.glob("cuda-90/*"), *bundle.path.glob("cuda-90/.*")]) == 2
+
+
+class Broken(Program):
+    def compile(self):
+        raise RuntimeError("too many registers")
+
+
+class Deadly(Program):
+    def compile(self):
+        os._exit(9)
+
+
+def kind_of(kind, program):
+    return kind(*(getattr(program, field.name) for field in dataclasses.fields(program)))
+
+
+def test_a_program_that_does_not_compile_is_told_and_the_others_are_kept(tmp_path):
+    (good,), (other,) = rehearsed().values(), rehearsed(channels=96).values()
+    broken = kind_of(Broken, other)
+    found = {built.program: built.error for built in build(Bundle(tmp_path), [broken, good], 1)}
+    assert found == {broken: "RuntimeError: too many registers", good: ""}
+    assert Bundle(tmp_path).find(good) is not None
+    assert Bundle(tmp_path).find(other) is None
+
+
+def test_a_compiler_that_takes_its_process_down_is_an_error(tmp_path):
+    deadly = kind_of(Deadly, *rehearsed().values())
+    with pytest.raises(ValueError, match="took its process down, in one of norm_kernel"):
+        build(Bundle(tmp_path), [deadly], 1)
+
+
+@pytest.fixture
+def one_case(monkeypatch):
+    """A profile of one call, two small kernels in all: the command line's whole world."""
+    case = AttentionCase(id="tiny", HQ=1, HK=1, D=16, lengths=(3,), dtype="float16", why="small")
+    monkeypatch.setattr(profiles, "PROFILES", {"one": lambda: iter([case])})
+    profile.cache_clear()
+    yield
+    profile.cache_clear()
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["bundle", *map(str, arguments)])
+    return ended.value.code
+
+
+def test_the_command_builds_checks_and_lists(one_case, tmp_path, capsys):
+    here = tmp_path / "built"
+    assert command("build", "--target", "90", "--jobs", 1, "-o", here) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["cuda:90", "2", "0", "2"]
+    assert command("check", here) == 0
+    assert "100.0 %" in capsys.readouterr().out
+    assert command("list", here) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["extend_kernel", "cuda:90"], ["unified_kernel", "cuda:90"],
+    ]  # fmt: skip
+    (folder,) = here.glob("cuda-90/extend_kernel-*")
+    moved = tmp_path / "elsewhere"
+    folder.rename(moved)
+    assert command("check", here) == 1
+    told = capsys.readouterr().out
+    assert "50.0 %" in told
+    assert "missing for cuda:90: extend_kernel, key" in told
+    assert "one: tiny" in told
+    moved.rename(folder)
+    (folder / "program.cubin").write_bytes(b"")
+    assert command("check", here) == 1
+    assert "is damaged: program: expected" in capsys.readouterr().out
+    assert command("build", "--target", "90", "-o", here) == 2
+    assert f"{folder / 'program.cubin'} is damaged" in capsys.readouterr().err
+
+
+def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys):
+    for arguments, said in (
+        (("check", tmp_path / "none"), "none is no directory"),
+        (("check", tmp_path), "holds nothing"),
+        (("list", tmp_path / "none"), "none is no directory"),
+        (("build", "--target", "cuda:91", "-o", tmp_path), "target: expected one of"),
+        (("build", "--target", "90", "--models", "x", "-o", tmp_path), "models: expected some of"),
+    ):
+        assert command(*arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
