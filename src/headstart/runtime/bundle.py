@@ -12,17 +12,15 @@ another Triton.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart.runtime import bundle_host
+from headstart.runtime.bundle_files import damaged, place, read
 from headstart.runtime.bundle_programs import Program
 
 FORMAT = 1
@@ -49,16 +47,16 @@ class Artefact:
         """The artefact in a folder; ValueError names what is wrong with its description."""
         file = folder / DESCRIPTION
         try:
-            fields = json.loads(_bytes_of(file))
+            fields = json.loads(read(file))
         except ValueError as error:
             raise ValueError(f"bundle: {file} is damaged: {error}") from None
         for name, kind in FIELDS.items():
             if not isinstance(fields, dict) or not isinstance(fields.get(name), kind):
-                raise _damaged(file, name, f"a value of type {kind.__name__}", "none")
+                raise damaged(file, name, f"a value of type {kind.__name__}", "none")
         if fields["format"] != FORMAT:
-            raise _damaged(file, "format", FORMAT, fields["format"])
+            raise damaged(file, "format", FORMAT, fields["format"])
         if not folder.name.endswith(f"-{fields['key'][:KEY]}"):
-            raise _damaged(file, "key", "that in the folder's name", fields["key"])
+            raise damaged(file, "key", "that in the folder's name", fields["key"])
         return Artefact(folder, fields)
 
     @property
@@ -74,23 +72,9 @@ class Artefact:
     def check(self) -> None:
         """Raise ValueError unless both files are what they were when the program was built."""
         for name, file in (("metadata", self.metadata), ("program", self.program)):
-            found = _hash(_bytes_of(file))
+            found = _hash(read(file))
             if found != self.fields[name]:
-                raise _damaged(file, name, self.fields[name], found)
-
-
-def _damaged(file: Path, field: str, expected: object, got: object) -> ValueError:
-    return ValueError(
-        f"bundle: {file} is damaged: {field}: expected {expected}, got {got}; "
-        "delete the folder and build it again"
-    )
-
-
-def _bytes_of(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"bundle: {file} cannot be read: {error.strerror}") from None
+                raise damaged(file, name, self.fields[name], found)
 
 
 def _hash(data: bytes) -> str:
@@ -134,7 +118,7 @@ class Bundle:
         if folder.is_dir():
             found = Artefact.read(folder)
             if found.fields["key"] != program.key:
-                raise _damaged(folder / DESCRIPTION, "key", program.key, found.fields["key"])
+                raise damaged(folder / DESCRIPTION, "key", program.key, found.fields["key"])
             found.check()
             return found
         if not self.path.is_dir():
@@ -150,6 +134,13 @@ class Bundle:
         return None
 
     def load(self, program: Program) -> Any:
+        """As `compiled`; what launches it is lent to Triton."""
+        compiled = self.compiled(program)
+        if compiled is not None:
+            bundle_host.lend(self.path, bundle_host.launcher(program, compiled))
+        return compiled
+
+    def compiled(self, program: Program) -> Any:
         """What `find` gives, as Triton's compiled kernel, not yet given to the driver."""
         artefact = self.find(program)
         if artefact is None:
@@ -178,19 +169,26 @@ class Bundle:
             **program.described(), "metadata": _hash(metadata), "program": _hash(binary),
         }  # fmt: skip
         made = Artefact(folder, description)
-        building = folder.parent / f".building-{uuid.uuid4().hex}"
-        try:
-            building.mkdir(parents=True)
-            (building / made.program.name).write_bytes(binary)
-            (building / METADATA).write_bytes(metadata)
-            (building / DESCRIPTION).write_bytes(json.dumps(description, indent=1).encode())
-            os.rename(building, folder)
-        except OSError as error:
-            shutil.rmtree(building, ignore_errors=True)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
-            raise ValueError(f"bundle: cannot write {folder}: {error.strerror}") from error
-        return True
+        files = {
+            made.program.name: binary,
+            METADATA: metadata,
+            DESCRIPTION: json.dumps(description, indent=1).encode(),
+        }
+        return place(folder, files)
+
+    def add_launcher(self, program: Program, compiled: Any) -> None:
+        """Keep what a program is launched with on an NVIDIA device, for this Python.
+
+        Raises ValueError where there is no C compiler.
+        """
+        if (source := bundle_host.launcher(program, compiled)) is not None:
+            bundle_host.keep(self.path, source)
+            bundle_host.keep(self.path, bundle_host.driver_module())
+
+    def has_launcher(self, program: Program, compiled: Any) -> bool:
+        """Whether what a program is launched with is there for this Python, or not needed."""
+        source = bundle_host.launcher(program, compiled)
+        return source is None or source.folder(self.path).is_dir()
 
 
 def _relocatable(metadata: Any) -> dict[str, Any]:

@@ -59,8 +59,10 @@ def build(
 
 
 def _held(bundle: Bundle, program: Program) -> bool:
-    """Whether a program lies there, whole."""
-    return bundle.folder(program).is_dir() and bundle.find(program) is not None
+    """Whether a program lies there, whole, with what launches it."""
+    if not bundle.folder(program).is_dir():
+        return False
+    return bundle.has_launcher(program, bundle.compiled(program))
 
 
 _work: tuple[Bundle, Sequence[Program]]
@@ -76,9 +78,12 @@ def _build(index: int) -> tuple[int, float, str]:
     bundle, programs = _work
     began = time.perf_counter()
     try:
-        compiled = programs[index].compile()
+        held = bundle.folder(programs[index]).is_dir()
+        compiled = bundle.compiled(programs[index]) if held else programs[index].compile()
     except Exception as error:  # whatever a compiler raises is this program's result
         words = str(error).strip().splitlines() or [""]
         return index, time.perf_counter() - began, f"{type(error).__name__}: {words[-1][:200]}"
-    bundle.add(programs[index], compiled)
+    if not held:
+        bundle.add(programs[index], compiled)
+    bundle.add_launcher(programs[index], compiled)
     return index, time.perf_counter() - began, ""

@@ -9,6 +9,7 @@ HEADSTART_JIT=warn     it is compiled, and logged with the time that took
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headstart.runtime import bundle_host
 from headstart.runtime.bundle import Bundle
 from headstart.runtime.bundle_programs import Program, program_here
 from headstart.runtime.checks import expect_choice
@@ -56,6 +58,20 @@ def programs() -> Programs:
     return _programs
 
 
+def active_driver() -> Any:
+    """Triton's driver of this process; what it would build for itself, a bundle gives first."""
+    from triton.runtime import driver
+
+    if directory := os.environ.get(BUNDLE):
+        _lend_driver_module(Path(directory))
+    return driver.active
+
+
+@functools.cache
+def _lend_driver_module(bundle: Path) -> None:
+    bundle_host.lend(bundle, bundle_host.driver_module())
+
+
 def supply(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Give a kernel the program of a launch on the current device, if it does not have it yet.
 
@@ -64,7 +80,8 @@ def supply(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]
     """
     if not hasattr(kernel, "device_caches"):
         return  # the interpreter compiles nothing
-    slot, program, kept = program_here(kernel, arguments, options)
+    device = active_driver().get_current_device()
+    slot, program, kept = program_here(kernel, arguments, options, device)
     if slot not in kept and (found := obtain(program())) is not None:
         kept[slot] = found
 

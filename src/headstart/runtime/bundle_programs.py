@@ -116,11 +116,10 @@ def _contents(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def program_here(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def program_here(
+    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], device: int
+) -> Any:
     """(slot, a function that makes the program, what the kernel keeps) for the current device."""
-    from triton.runtime import driver
-
-    device = driver.active.get_current_device()  # type: ignore[attr-defined]
     kept, slots, target, backend, binder = kernel.device_caches[device]
     bound = _bind(kernel, arguments, options, binder)
     slot = _slot(slots, bound)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headstart.runtime.bundle_launch import supply
+from headstart.runtime.bundle_launch import active_driver, supply
 from headstart.runtime.record import Launched, current_record
 from headstart.runtime.rehearsal import Launch, current_rehearsal
 from headstart.runtime.static import Target
@@ -219,9 +219,7 @@ def _current_stream() -> Callable[[int], int]:
     """Device index -> handle of its current stream: Triton's way is a tenth of PyTorch's."""
     if not installed():
         return lambda index: torch.cuda.current_stream(index).cuda_stream
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream  # type: ignore[attr-defined]
+    return active_driver().get_current_stream
 
 
 def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
