@@ -36,6 +36,7 @@ __all__ = [
     "programs",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
+    "warmup",
     "workspace_bytes",
     "write_kv",
 ]

@@ -19,6 +19,7 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.spec import GatedDelta
 from headstart.runtime.bundle_launch import CompileForbidden, programs
+from headstart.runtime.bundle_warmup import warmup
 from headstart.runtime.dispatch import Declined, explain, workspace_bytes
 from headstart.runtime.workspace import Workspace
 
@@ -45,6 +46,7 @@ __all__ = [
     "programs",
     "recurrent_gated_delta_rule",
     "rms_norm_gated",
+    "warmup",
     "workspace_bytes",
     "write_kv",
 ]

@@ -31,7 +31,7 @@ MOST = 300
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target_has_few_programs(target):
-    found = reach(target)
+    found = reach(TARGETS[target])
     assert 200 < len(found.programs) <= MOST
     # New keys in another dtype than cached ones cannot be reproducible.
     assert list(found.declined) == ["catalogue: fp8-cache"]
@@ -41,7 +41,7 @@ def test_a_target_has_few_programs(target):
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 @pytest.mark.parametrize("model", ["qwen3-next-80b", "gpt-oss-20b", "tiny-qwen3-next"])
 def test_no_length_leads_outside_a_profile(target, model):
-    known, rng = reach(target, [model]).programs, random.Random(f"{target} {model}")
+    known, rng = reach(TARGETS[target], [model]).programs, random.Random(f"{target} {model}")
     for _ in range(50):
         case = rng.choice(profile(model))
         count = rng.choice([1, 1, 2, 3, 8, 24, 64])
@@ -65,8 +65,10 @@ def test_no_length_leads_outside_a_profile(target, model):
 
 
 def test_models_share_a_bundle_and_each_has_its_own():
-    every = reach("cuda:90", ["qwen3-next-80b", "gpt-oss-20b"])
-    first, second = (reach("cuda:90", [name]) for name in ("qwen3-next-80b", "gpt-oss-20b"))
+    every = reach(TARGETS["cuda:90"], ["qwen3-next-80b", "gpt-oss-20b"])
+    first, second = (
+        reach(TARGETS["cuda:90"], [name]) for name in ("qwen3-next-80b", "gpt-oss-20b")
+    )
     assert set(every.programs) == {*first.programs, *second.programs}
     assert {program.name for program in second.programs.values()} == {
         "extend_kernel", "unified_kernel", "join_kernel", "write_kernel",
@@ -76,7 +78,7 @@ def test_models_share_a_bundle_and_each_has_its_own():
 
 def test_a_profile_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match=r"models: expected some of .*, got 'gpt'"):
-        reach("cuda:90", ["gpt"])
+        reach(TARGETS["cuda:90"], ["gpt"])
 
 
 def test_what_is_there_is_left(tmp_path):

@@ -49,11 +49,12 @@ def build(
     from headstart.evidence.static.collect import resolve_targets
     from headstart.runtime.bundle import Bundle
     from headstart.runtime.bundle_build import build
+    from headstart.runtime.static import TARGETS
 
     bundle, rows, failed = Bundle(Path(output)), [], []
     for target in resolve_targets(targets):
         began = time.perf_counter()
-        programs = list(reach(target, models).programs.values())
+        programs = list(reach(TARGETS[target], models).programs.values())
         with _progress(target) as progress:
             built = build(bundle, programs, jobs or len(os.sched_getaffinity(0)), progress)
         failed += [one for one in built if one.error]
@@ -82,13 +83,14 @@ def check(
     from headstart.evidence.cases.profiles import reach
     from headstart.evidence.static.collect import resolve_targets
     from headstart.runtime.bundle import Bundle
+    from headstart.runtime.static import TARGETS
 
     bundle, rows, said = Bundle(Path(directory)), [], []
     there = sorted({artefact.fields["target"] for artefact in bundle.artefacts()})
     if not there and not targets:
         raise ValueError(f"bundle: {directory} holds nothing")
     for target in resolve_targets(targets or tuple(there)):
-        found = reach(target, models)
+        found = reach(TARGETS[target], models)
         held = 0
         for key, program in found.programs.items():
             try:

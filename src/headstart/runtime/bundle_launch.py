@@ -43,6 +43,14 @@ class Programs(NamedTuple):
     compiled: int
     seconds: float
 
+    def since(self, before: Programs) -> Programs:
+        """How many more these are than before."""
+        return Programs(
+            self.loaded - before.loaded,
+            self.compiled - before.compiled,
+            self.seconds - before.seconds,
+        )
+
 
 _lock = threading.Lock()
 _programs = Programs(0, 0, 0.0)
@@ -52,8 +60,8 @@ def programs() -> Programs:
     """How many programs of kernels this process has loaded and compiled so far, on all devices.
 
     >>> import headstart
-    >>> headstart.programs().compiled
-    0
+    >>> headstart.programs()
+    Programs(loaded=..., compiled=..., seconds=...)
     """
     return _programs
 

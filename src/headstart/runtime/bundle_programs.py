@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.runtime.rehearsal import Launch, Rehearsal
-from headstart.runtime.static import TARGETS, Target
+from headstart.runtime.static import Target
 
 
 @dataclass(frozen=True)
@@ -136,22 +136,21 @@ def programs_of(rehearsal: Rehearsal) -> dict[str, Program]:
 
 
 def _rehearsed(launch: Launch, target: Target) -> Program:
-    backend, binder = _backend(target.name), _binder(launch.kernel, target.name)
+    backend, binder = _backend(target), _binder(launch.kernel, target)
     bound = _bind(launch.kernel, launch.arguments, launch.options, binder)
     return _program(launch.kernel, backend.target, backend, bound, _slot({}, bound))
 
 
 @functools.cache
-def _backend(target: str) -> Any:
+def _backend(target: Target) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
 
-    given = TARGETS[target]
-    return make_backend(GPUTarget(given.backend, given.arch, given.warp_size))
+    return make_backend(GPUTarget(target.backend, target.arch, target.warp_size))
 
 
 @functools.cache
-def _binder(kernel: Any, target: str) -> Any:
+def _binder(kernel: Any, target: Target) -> Any:
     from triton.runtime.jit import create_function_from_signature
 
     return create_function_from_signature(kernel.signature, kernel.params, _backend(target))

@@ -24,7 +24,7 @@ from headstart.evidence.cases.record import Case
 from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.declined import Declined
 from headstart.runtime.rehearsal import rehearsing
-from headstart.runtime.static import TARGETS
+from headstart.runtime.static import Target
 
 CATALOGUE = "catalogue"
 
@@ -172,14 +172,14 @@ class Reach:
     declined: dict[str, str]
 
 
-def reach(target: str, names: Sequence[str] = (), processors: int | None = None) -> Reach:
+def reach(target: Target, names: Sequence[str] = (), processors: int | None = None) -> Reach:
     """The programs that the calls of these profiles (none given: of all) launch on a target.
 
     processors: those of the device, where it is not the usual one of its target.
     """
     found = Reach({}, {}, {})
     for name, case in [(model, case) for model in names or PROFILES for case in profile(model)]:
-        with rehearsing(TARGETS[target], processors or PROCESSORS[target]) as rehearsal:
+        with rehearsing(target, processors or PROCESSORS[target.name]) as rehearsal:
             for call in calls(case):
                 try:
                     call()
