@@ -14,13 +14,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.runtime import bundle_host
 from headstart.runtime.bundle import Bundle
-from headstart.runtime.bundle_programs import Program, program_here
+from headstart.runtime.bundle_programs import Program, program
 from headstart.runtime.checks import expect_choice
 
 BUNDLE, JIT = "HEADSTART_BUNDLE", "HEADSTART_JIT"
@@ -80,18 +79,29 @@ def _lend_driver_module(bundle: Path) -> None:
     bundle_host.lend(bundle, bundle_host.driver_module())
 
 
-def supply(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a kernel the program of a launch on the current device, if it does not have it yet.
+def supply(kernel: Any) -> None:
+    """Let a kernel ask here, rather than Triton's compiler, for programs that it does not have.
 
-    Raises CompileForbidden where none may be compiled, and ValueError for a bundle that cannot be
-    used or a setting that does not exist.
+    Where Triton would compile is the one place that costs launches nothing which have theirs. A
+    launch then raises CompileForbidden where none may be compiled, and ValueError for a bundle that
+    cannot be used or a setting that does not exist.
     """
-    if not hasattr(kernel, "device_caches"):
-        return  # the interpreter compiles nothing
-    device = active_driver().get_current_device()
-    slot, program, kept = program_here(kernel, arguments, options, device)
-    if slot not in kept and (found := obtain(program())) is not None:
+    if "_do_compile" not in vars(kernel) and hasattr(kernel, "device_caches"):
+        active_driver()
+        kernel._do_compile = functools.partial(_missing, kernel)
+
+
+def _missing(
+    kernel: Any, slot: str, signature: Any, device: int, constants: Any, options: Any,
+    attrs: Any, warmup: bool,
+) -> Any:  # fmt: skip
+    """What Triton's `run` gets for a specialisation that its kernel has not met on this device."""
+    kept, _, target, _, _ = kernel.device_caches[device]
+    asked = program(kernel, target, signature, constants, attrs, options, slot, device)
+    found = obtain(asked)
+    if found is not None:
         kept[slot] = found
+    return found
 
 
 def obtain(program: Program) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,8 @@ class Program:
         source = self.source
         if self.device is None:
             return triton.compile(source, target=self.target, options=self.options.__dict__)
-        return self.kernel._do_compile(
-            self.slot, source.signature, self.device, source.constants, self.options,
+        return type(self.kernel)._do_compile(
+            self.kernel, self.slot, source.signature, self.device, source.constants, self.options,
             source.attrs, False,
         )  # fmt: skip
 
@@ -116,29 +115,44 @@ def _contents(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def program_here(
-    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], device: int
-) -> Any:
-    """(slot, a function that makes the program, what the kernel keeps) for the current device."""
-    kept, slots, target, backend, binder = kernel.device_caches[device]
-    bound = _bind(kernel, arguments, options, binder)
-    slot = _slot(slots, bound)
-    return slot, lambda: _program(kernel, target, backend, bound, slot, device), kept
+def program(
+    kernel: Any, target: Any, signature: Any, constants: Any, attrs: Any, options: Any, slot: str,
+    device: int | None = None,
+) -> Program:  # fmt: skip
+    """A kernel with what Triton's binder makes of a launch."""
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return Program(kernel, target, kind(kernel, signature, constants, attrs), options, slot, device)
 
 
 def programs_of(rehearsal: Rehearsal) -> dict[str, Program]:
     """The programs that a rehearsal launched, by key."""
     return {
-        program.key: program
+        found.key: found
         for launch in rehearsal.launches
-        for program in [_rehearsed(launch, rehearsal.target)]
+        for found in [_rehearsed(launch, rehearsal.target)]
     }
 
 
 def _rehearsed(launch: Launch, target: Target) -> Program:
-    backend, binder = _backend(target), _binder(launch.kernel, target)
-    bound = _bind(launch.kernel, launch.arguments, launch.options, binder)
-    return _program(launch.kernel, backend.target, backend, bound, _slot({}, bound))
+    """What Triton's `run` makes of a launch before it compiles, without a driver."""
+    from triton import knobs
+    from triton.runtime.jit import compute_cache_key
+
+    kernel, backend = launch.kernel, _backend(target)
+    given = {
+        **launch.options,
+        "debug": launch.options.get("debug", kernel.debug) or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    bound, specialization, rest = _binder(kernel, target)(**launch.arguments, **given)
+    slot = compute_cache_key({}, specialization, rest)
+    options, signature, constants, attrs = kernel._pack_args(
+        backend, {**launch.arguments, **given}, bound, specialization, rest
+    )
+    return program(kernel, backend.target, signature, constants, attrs, options, slot)
 
 
 @functools.cache
@@ -154,38 +168,3 @@ def _binder(kernel: Any, target: Target) -> Any:
     from triton.runtime.jit import create_function_from_signature
 
     return create_function_from_signature(kernel.signature, kernel.params, _backend(target))
-
-
-def _bind(
-    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], binder: Any
-) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Bound arguments, their specialisation, options of the compiler, and all that was given."""
-    from triton import knobs
-
-    given = {
-        **options,
-        "debug": options.get("debug", kernel.debug) or knobs.runtime.debug,
-        "instrumentation_mode": knobs.compilation.instrumentation_mode,
-    }
-    return (*binder(**arguments, **given), {**arguments, **given})
-
-
-def _slot(slots: dict[Any, str], bound: tuple[Any, Any, dict[str, Any], Any]) -> str:
-    from triton.runtime.jit import compute_cache_key
-
-    return compute_cache_key(slots, bound[1], bound[2])
-
-
-def _program(
-    kernel: Any, target: Any, backend: Any, bound: Any, slot: str, device: int | None = None
-) -> Program:
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    arguments, specialization, rest, given = bound
-    options, signature, constants, attrs = kernel._pack_args(
-        backend, given, arguments, specialization, rest
-    )
-    kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(kernel, signature, constants, attrs)
-    return Program(kernel, target, source, options, slot, device)

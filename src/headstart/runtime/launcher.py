@@ -144,7 +144,7 @@ def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], **options: 
     if (rehearsal := current_rehearsal()) is not None:
         rehearsal.launches.append(Launch(kernel, arguments, options))
         return
-    supply(kernel, arguments, options)
+    supply(kernel)
     compiled = kernel[grid](**arguments, **options)
     if (record := current_record()) is not None:
         record.launches.append(Launched(kernel, compiled, grid, tuple(arguments.values())))
