@@ -7,6 +7,7 @@ import random
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("click")
@@ -14,6 +15,7 @@ pytest.importorskip("click")
 from tests.implementations import KERNELS
 from tests.runtime.bundled import rehearsed
 
+from headstart import checkpoints
 from headstart.cli import main
 from headstart.evidence.cases import profiles
 from headstart.evidence.cases.extend_attention import AttentionCase
@@ -62,6 +64,27 @@ def test_no_length_leads_outside_a_profile(target, model):
                 call()
         assert rehearsal.launches
         assert set(programs_of(rehearsal)) <= set(known), (case.id, drawn)
+
+
+def test_what_a_model_calls_is_in_its_profile():
+    """The model itself, on tensors that stand for a device's: its own layers, caches and plans."""
+    transformers = pytest.importorskip("transformers")
+    from headstart.integrations.transformers import HybridCache, enable
+
+    name, target = "tiny-qwen3-next", TARGETS["cuda:90"]
+    model = enable(transformers.AutoModelForCausalLM.from_pretrained(checkpoints.path(name)))
+    model = model.to("meta")
+
+    def tokens(batch, length):
+        return torch.empty(batch, length, dtype=torch.int64, device="meta")
+
+    with torch.inference_mode(), rehearsing(target, PROCESSORS["cuda:90"]) as rehearsal:
+        for batch in (1, 3):
+            cache = HybridCache(model, snapshot_every=64)
+            for length in (300, 1, 77, 64, 1):
+                model(tokens(batch, length), cache=cache)
+    assert len({launch.kernel for launch in rehearsal.launches}) == 7
+    assert set(programs_of(rehearsal)) <= set(reach(target, [name]).programs)
 
 
 def test_models_share_a_bundle_and_each_has_its_own():

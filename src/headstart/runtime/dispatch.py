@@ -165,15 +165,20 @@ def _rehearse(operation: Operation, call: Call, name: str | None) -> Any:
     chosen = choose(operation, call, name)
     if chosen.name not in ("hopper", "triton"):
         raise Declined(f"{operation.name}, implementation {chosen.name}: it launches no kernels.")
-    return chosen.run(call)
+    result = chosen.run(call)
+    _tell(operation.name, chosen.name)
+    return result
 
 
 def _count(operation: str, implementation: str) -> None:
-    ran = operation, implementation
     with _lock:
-        served[ran] += 1
+        served[operation, implementation] += 1
+    _tell(operation, implementation)
+
+
+def _tell(operation: str, implementation: str) -> None:
     for watcher in _watchers.get():
-        watcher.append(ran)
+        watcher.append((operation, implementation))
 
 
 Signature = tuple[Hashable, list[torch.Tensor]]

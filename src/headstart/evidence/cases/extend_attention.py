@@ -29,6 +29,7 @@ class AttentionCase(Case):
     layout: "rows" (prefixes in consecutive slots), "slots" (a shuffled index per token) or "pages"
         (a page table over shuffled pages).
     page_size: slots of a page with layout "pages".
+    index_dtype: that of slots and page tables.
     new_in_cache: whether the new keys are read from the cache too.
     cache_dtype: that of cached keys and values; None: that of q.
     scale_per_head: fp8 scales per key head rather than one.
@@ -47,6 +48,7 @@ class AttentionCase(Case):
     sinks: bool = False
     layout: str = "rows"
     page_size: int = 1
+    index_dtype: str = "int32"
     new_in_cache: bool = False
     cache_dtype: str | None = None
     scale_per_head: bool = False
@@ -174,14 +176,14 @@ class AttentionCase(Case):
             plan = ExtendPlan.from_slots(
                 lengths,
                 indptr,
-                indices.to(device=device, dtype=torch.int32),
+                indices.to(device=device, dtype=getattr(torch, self.index_dtype)),
                 new_in_cache=self.new_in_cache,
                 device=device,
             )
             return plan, rows
         size = self.page_size
         pages = [mine[::size] // size for mine in places]
-        table = torch.zeros(len(pages), max(map(len, pages), default=0), dtype=torch.int32)
+        table = torch.zeros(len(pages), max(map(len, pages), default=0))
         rows = torch.zeros((sum(map(len, pages)) + SPARE) * size, dtype=torch.bool)
         for n, mine in enumerate(pages):
             table[n, : len(mine)] = mine
@@ -190,7 +192,7 @@ class AttentionCase(Case):
         plan = ExtendPlan.from_pages(
             lengths,
             both,
-            table.to(device),
+            table.to(device=device, dtype=getattr(torch, self.index_dtype)),
             size,
             new_in_cache=self.new_in_cache,
             device=device,

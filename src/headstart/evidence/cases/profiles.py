@@ -19,7 +19,7 @@ import torch
 from headstart.evidence.cases import catalogue, delta_block
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.extend_attention import AttentionCase
-from headstart.evidence.cases.gated_delta_rule import DeltaCase
+from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
 from headstart.evidence.cases.record import Case
 from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.declined import Declined
@@ -92,6 +92,8 @@ def _softmax(
                     layout="slots" if size == 1 else "pages",
                     page_size=size,
                     new_in_cache=True,
+                    # Tables that PyTorch makes of lists, as those of this package's own caches.
+                    index_dtype="int64" if size == CHUNK else "int32",
                 )
 
 
