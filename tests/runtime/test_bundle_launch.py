@@ -1,6 +1,8 @@
 """Where programs come from: the bundle, else the compiler, else nowhere."""
 
 import logging
+import threading
+import time
 
 import pytest
 
@@ -52,9 +54,16 @@ def test_what_decides_a_program_decides_its_key():
     assert [*rehearsed(rows=33)] == keys[:1]
 
 
-def test_other_sources_are_another_program_of_the_same_specialisation(monkeypatch):
+@pytest.mark.parametrize("what", ["sources", "Triton", "settings"])
+def test_another_build_is_another_program_of_the_same_specialisation(monkeypatch, what):
     (before,) = rehearsed().values()
-    monkeypatch.setattr(norm_kernel, "hash", "other sources")
+    assert before.key == next(iter(rehearsed()))
+    if what == "sources":
+        monkeypatch.setattr(norm_kernel, "hash", "other sources")
+    elif what == "Triton":
+        monkeypatch.setattr(triton, "__version__", "3.6.1")
+    else:
+        monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
     (after,) = rehearsed().values()
     assert after.key != before.key
     assert after.specialisation == before.specialisation
@@ -84,6 +93,28 @@ def test_a_launch_is_given_what_the_bundle_holds(launching, bundle, monkeypatch)
         norm("cpu")
     assert [type(x).__name__ for x in kept(launching).values()] == ["CompiledKernel"]
     assert headstart.programs()[:2] == (1, 0)
+
+
+def test_threads_wait_for_the_first_that_compiles(launching, monkeypatch):
+    compile_it, began = launching.compile, threading.Barrier(8)
+
+    def slowly(*given, **options):
+        time.sleep(0.2)
+        return compile_it(*given, **options)
+
+    def call():
+        began.wait()
+        norm("cpu")
+
+    monkeypatch.setattr(triton.compiler, "compile", slowly)
+    launching.forget()
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launching.launched) == 8
+    assert headstart.programs()[:2] == (0, 1)
 
 
 def test_forbid_names_kernel_and_key(launching, bundle, monkeypatch):

@@ -53,6 +53,8 @@ class Programs(NamedTuple):
 
 _lock = threading.Lock()
 _programs = Programs(0, 0, 0.0)
+_making: dict[tuple[int, str], threading.Lock] = {}
+"""One lock for each program that a kernel of a device has missed."""
 
 
 def programs() -> Programs:
@@ -98,9 +100,12 @@ def _missing(
     """What Triton's `run` gets for a specialisation that its kernel has not met on this device."""
     kept, _, target, _, _ = kernel.device_caches[device]
     asked = program(kernel, target, signature, constants, attrs, options, slot, device)
-    found = obtain(asked)
-    if found is not None:
-        kept[slot] = found
+    with _lock:
+        making = _making.setdefault((id(kept), slot), threading.Lock())
+    with making:  # other threads wait for the first rather than compile it too
+        found = kept.get(slot)
+        if found is None and (found := obtain(asked)) is not None:
+            kept[slot] = found
     return found
 
 
