@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,19 @@ def test_another_build_is_another_program_of_the_same_specialisation(monkeypatch
     (after,) = rehearsed().values()
     assert after.key != before.key
     assert after.specialisation == before.specialisation
+
+
+def test_where_triton_lies_does_not_matter_but_its_libraries_do(monkeypatch, tmp_path):
+    (before,) = rehearsed()
+    library = Path(triton.__file__).parent / "backends/nvidia/lib/libdevice.10.bc"
+    elsewhere = tmp_path / library.name
+    elsewhere.write_bytes(library.read_bytes())
+    monkeypatch.setenv("TRITON_LIBDEVICE_PATH", str(elsewhere))
+    assert list(rehearsed()) == [before]
+    other = tmp_path / "other.bc"
+    other.write_bytes(library.read_bytes()[:-1])
+    monkeypatch.setenv("TRITON_LIBDEVICE_PATH", str(other))
+    assert list(rehearsed()) != [before]
 
 
 def test_programs_are_counted_where_they_come_from(launching, bundle, monkeypatch):
