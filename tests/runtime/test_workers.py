@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -70,21 +73,71 @@ def test_another_device_keeps_to_the_thread_of_the_caller():
 
 
 def test_an_error_is_raised_when_all_have_ended_and_nothing_new_begins():
-    begun, ended, failing = [], [], threading.Event()
+    begun, ended, meeting = [], [], threading.Barrier(2, timeout=30)
 
     def work(own, piece):
         begun.append(piece)
+        meeting.wait()
         if piece == 0:
-            failing.set()
             raise ValueError("piece 0")
-        failing.wait(30)
-        threading.Event().wait(0.2)  # the error is seen meanwhile
+        time.sleep(0.2)  # the error is seen meanwhile
         ended.append(piece)
 
     with pytest.raises(ValueError, match="piece 0"):
         share_out(work, range(50), ["one", "other"], CPU)
     assert sorted(begun) == [0, 1]
     assert ended == [1]
+
+
+@pytest.mark.parametrize("interrupts", [1, 3])
+def test_an_interrupt_is_raised_when_all_have_ended_and_nothing_new_begins(interrupts):
+    """Scratch is used again by the next call: whoever still wrote into it would spoil that."""
+    begun, ended, meeting = [], [], threading.Barrier(2, timeout=30)
+
+    def work(own, piece):
+        begun.append(piece)
+        meeting.wait()
+        if piece == 0:
+            time.sleep(0.1)  # a signal just before a wait begins does not end it
+            for _ in range(interrupts):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.01)
+        time.sleep(0.3)
+        ended.append(piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        share_out(work, range(50), ["one", "other"], CPU)
+    assert sorted(begun) == sorted(ended) == [0, 1]
+    share_out(lambda own, piece: ended.append(piece), range(2, 5), ["one", "other"], CPU)
+    assert sorted(ended) == [0, 1, 2, 3, 4]
+
+
+SERVER = """
+import threading, time, torch
+from headstart.runtime.workers import share_out
+
+def serve():
+    threading.main_thread().join()
+    time.sleep(0.2)
+    done = []
+    share_out(lambda own, piece: done.append(piece), range(4), [0, 1], torch.device("cpu"))
+    print(sorted(done), torch.get_num_threads(), flush=True)
+
+torch.set_num_threads(2)
+if {first}:
+    share_out(lambda own, piece: None, range(2), [0, 1], torch.device("cpu"))
+threading.Thread(target=serve).start()
+"""
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_thread_that_outlives_the_main_one_computes_on(first):
+    found = subprocess.run(
+        [sys.executable, "-c", SERVER.format(first=first)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == "[0, 1, 2, 3] 2\n"
 
 
 def test_a_forked_process_has_workers_of_its_own():

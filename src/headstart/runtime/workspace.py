@@ -46,6 +46,11 @@ class Workspace:
             # A plain tensor even when first asked for under inference mode: the memory outlives it.
             with torch.inference_mode(False):
                 memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if type(memory) is not torch.Tensor:  # under FakeTensorMode, as of torch.export
+                raise ValueError(
+                    f"workspace: expected real memory, got a {type(memory).__name__}; such calls "
+                    f"cannot be traced"
+                )
             self._memory[name] = memory
         if (record := current_record()) is not None:
             record.scratch[name] = tuple(shape), dtype, memory.data_ptr()

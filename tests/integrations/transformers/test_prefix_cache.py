@@ -221,6 +221,21 @@ def test_an_error_keeps_nothing_and_harms_nothing(family):
     assert difference(found, own(ids).logits[:, hit:]) < NEAR
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_whole_prompt_behind_a_hit_is_refused(family):
+    """What it computes would be kept as another prompt's prefix."""
+    _, served = pair(family)
+    prefixes = PrefixCache(served)
+    ids = tokens(1, T)
+    serve(prefixes, served, ids[:, :100])
+    refused = pytest.raises(ValueError, match="input_ids: expected at most the 139 tokens")
+    with torch.inference_mode(), refused, prefixes.request(ids) as request:
+        assert request.hit == 64
+        served(ids, **{CACHE: request.cache})
+    _, hit = serve(prefixes, served, ids)
+    assert hit == 64
+
+
 def test_a_request_cut_short_keeps_what_it_has_computed(family):
     served = pair(family)[1]
     ids = tokens(1, 400)

@@ -324,3 +324,21 @@ def test_the_callers_memory_is_its_own_for_every_slot():
 def test_a_state_that_is_no_tensor_is_named():
     with pytest.raises(ValueError, match=r"^states: expected a tensor"):
         cache_of().load([1], [64], [[0.0]])
+
+
+def test_a_slot_whose_heads_do_not_agree_is_refused():
+    """As an interrupted call leaves it: some groups of heads were computed, others not."""
+    cache = cache_of()
+    cache.load([1], [128], states_of(1))
+    cache.tensors["position"][1, 2:] = 64
+    q, k = torch.zeros(2, 5, SIZES["H"], SIZES["K"])
+    rows = q, k, torch.zeros(5, SIZES["HV"], SIZES["V"]), torch.zeros(5, 4), torch.zeros(5, 4)
+
+    def go(start):
+        schedule = Schedule([5], start_positions=[start], device="cpu")
+        return headstart.gated_delta_rule(*rows, schedule=schedule, state=cache.at([1]))
+
+    with pytest.raises(ValueError, match="state: slot 1 holds heads at different positions"):
+        go(128)
+    go(0)
+    go(5)

@@ -121,7 +121,9 @@ class PrefixCache:
             node, shared = self._tree.find(_blocks(tokens[:-1]))
             hit = node.end
         places = self.policy.places(hit, shared, len(tokens), PAGE) if self._has_states else []
-        cache = RequestCache(self._model, [p * PAGE for p in places], len(tokens), self.policy)
+        cache = RequestCache(
+            self._model, [p * PAGE for p in places], hit * PAGE, len(tokens), self.policy
+        )
         pages = Pages(self._pool)
         if self._tree is not None and node is not None and hit:
             pages.table.append(self._tree.path_pages(node))
@@ -224,13 +226,23 @@ class RequestCache(HybridCache):
     """The cache of one request: it keeps states at places of the prompt and at the output's end."""
 
     def __init__(
-        self, model: Any, positions: list[int], prompt: int, policy: SnapshotPolicy
+        self, model: Any, positions: list[int], hit: int, prompt: int, policy: SnapshotPolicy
     ) -> None:
         super().__init__(model, snapshot_positions=positions)
-        self._prompt, self._outputs = prompt, policy.outputs
+        self._hit, self._prompt, self._outputs = hit, prompt, policy.outputs
 
     def wanted(self, forward: Forward) -> tuple[tuple[int, ...], ...] | None:
-        """Positions to be kept that the forward passes; of decoded tokens the last one alone."""
+        """Positions to be kept that the forward passes; of decoded tokens the last one alone.
+
+        ValueError where a forward behind a hit ends past the prompt's end: run on the whole prompt,
+        it would be kept as what it is not.
+        """
+        for start, end in zip(forward.starts, forward.ends, strict=True):
+            if 0 < self._hit <= start < self._prompt < end:
+                raise ValueError(
+                    f"input_ids: expected at most the {self._prompt - start} tokens of the prompt "
+                    f"behind position {start} (tokens[hit:]), got {end - start}"
+                )
         end = floor_chunk(min(forward.ends))
         if self._outputs and end > max(self._prompt, *forward.starts):
             of_prompt = [p for p in self.snapshot_positions if p <= self._prompt]

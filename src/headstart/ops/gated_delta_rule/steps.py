@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK, floor_chunk
@@ -77,7 +79,13 @@ def sequence_steps(call: GatedDeltaCall) -> list[SequenceStep]:
             fold = opening if schedule.drafts[n] else floor_chunk(start + length)
             base, tail = opening, False
             if read >= 0 and start > 0:
-                base, end = held[n]
+                stands = held[n]
+                if stands is None:
+                    raise ValueError(
+                        f"state: slot {read} holds heads at different positions, as an interrupted "
+                        f"call leaves them; start it at 0 again, or load it"
+                    )
+                base, end = stands
                 tail = True
                 if not base <= start <= end:
                     raise ValueError(
@@ -92,10 +100,14 @@ def sequence_steps(call: GatedDeltaCall) -> list[SequenceStep]:
     return steps
 
 
-def _held(call: GatedDeltaCall) -> list[tuple[int, int]]:
-    """P and the end of the tail of each sequence's slot."""
+def _held(call: GatedDeltaCall) -> list[tuple[int, int] | None]:
+    """P and the end of the tail of each sequence's slot; None where its heads do not agree."""
     assert isinstance(call.state, CacheSlots)
     tensors = call.state.cache.tensors
-    slots = call.read_slots or []
-    position, end = tensors["position"][:, 0], tensors["end"][:, 0]
-    return [(int(position[slot]), int(end[slot])) if slot >= 0 else (0, 0) for slot in slots]
+    slots = torch.tensor(call.read_slots or [], dtype=torch.long).clamp(min=0)
+    stands = torch.stack((tensors["position"][slots], tensors["end"][slots]), 1).cpu()  # [N, 2, HV]
+    agree = (stands == stands[..., :1]).all(-1).all(-1).tolist()
+    return [
+        (place[0], place[1]) if same else None
+        for place, same in zip(stands[..., 0].tolist(), agree, strict=True)
+    ]
