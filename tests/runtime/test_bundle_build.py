@@ -203,6 +203,17 @@ def test_the_command_builds_checks_and_lists(one_case, tmp_path, capsys):
     assert f"{folder / 'program.cubin'} is damaged" in capsys.readouterr().err
 
 
+def test_the_command_tells_what_does_not_compile(one_case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Program, "compile", Broken.compile)
+    assert command("build", "--target", "90", "--jobs", 1, "-o", tmp_path) == 1
+    _, counts, *told = capsys.readouterr().out.splitlines()
+    assert counts.split()[:4] == ["cuda:90", "2", "0", "0"]
+    assert sorted(told) == [
+        f"FAILS for cuda:90: {name}_kernel, one: tiny: RuntimeError: too many registers"
+        for name in ("extend", "unified")
+    ]
+
+
 def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys):
     for arguments, said in (
         (("check", tmp_path / "none"), "none is no directory"),

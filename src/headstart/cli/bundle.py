@@ -54,16 +54,22 @@ def build(
     bundle, rows, failed = Bundle(Path(output)), [], []
     for target in resolve_targets(targets):
         began = time.perf_counter()
-        programs = list(reach(TARGETS[target], models).programs.values())
+        found = reach(TARGETS[target], models)
+        programs = list(found.programs.values())
         with _progress(target) as progress:
             built = build(bundle, programs, jobs or len(os.sched_getaffinity(0)), progress)
-        failed += [one for one in built if one.error]
+        broken = [
+            f"FAILS for {target}: {program.name}, {found.asked[program.key]}: {error}"
+            for program, _, error in built
+            if error
+        ]
+        failed += broken
         seconds = round(time.perf_counter() - began, 1)
-        rows.append((target, len(programs), len(programs) - len(built), len(built), seconds))
+        before, compiled = len(programs) - len(built), len(built) - len(broken)
+        rows.append((target, len(programs), before, compiled, seconds))
     print_table(("target", "programs", "there before", "compiled", "seconds"), rows)
-    for one in failed:
-        said = f"FAILS {one.program.name} for {one.program.target_name}: {one.error}"
-        console().print(said, markup=False)
+    for line in failed:
+        console().print(line, markup=False)
     ctx.exit(1 if failed else 0)
 
 
