@@ -252,7 +252,8 @@ class GroupScan:
             if call.q.dtype != torch.float32:
                 k = keys[:, :, :CHUNK]
                 k.copy_(k.to(call.q.dtype))
-        keys[:, :, CHUNK:].mul_(call.scale)
+        if not self._scaled_early:
+            keys[:, :, CHUNK:].mul_(call.scale)
         if call.g is not None and call.gate.kind != "log":
             decay.copy_(call.gate.decay(decay, self.a_log, self.dt_bias))
             if call.per_channel:
@@ -270,6 +271,11 @@ class GroupScan:
                     range(counts.start, min(counts.stop, len(run.step.chunks)))
                 ):
                     self._tail(run, m, count)
+
+    @property
+    def _scaled_early(self) -> bool:
+        """Whether queries are scaled on their way, which rounds no more than later in float32."""
+        return not self.call.qk_l2norm and self.call.q.dtype == torch.float32
 
     def _whole(self, run: Run, counts: range) -> range:
         """Those of the chunks that are all new tokens."""
@@ -292,7 +298,11 @@ class GroupScan:
 
         keys = b["keys"][places, run.units, :, : self.K].unflatten(2, (2, CHUNK))
         keys[:, :, 0, at].copy_(taken(self.k).transpose(1, 2))
-        keys[:, :, 1, at].copy_(taken(self.q).transpose(1, 2))
+        queries = taken(self.q).transpose(1, 2)
+        if self._scaled_early:
+            torch.mul(queries, self.call.scale, out=keys[:, :, 1, at])
+        else:
+            keys[:, :, 1, at].copy_(queries)
         if not self._fills(run, rows, self.v):
             values = b["values"][places, run.units, :, at, : self.V]
             values.copy_(taken(self.v).movedim(1, 3))
