@@ -116,8 +116,8 @@ MUTANTS = (
         name="delta-scale-dropped",
         fault="Queries are not scaled.",
         file=SCAN,
-        old="        keys[:, :, CHUNK:].mul_(call.scale)\n",
-        new="",
+        old="            torch.mul(queries, self.call.scale, out=keys[:, :, 1, at])",
+        new="            torch.mul(queries, 1.0, out=keys[:, :, 1, at])",
         checks=("rule",),
     ),
     _mutant(
