@@ -243,8 +243,8 @@ def test_a_request_cut_short_keeps_what_it_has_computed(family):
     with prefixes.request(ids) as request:
         run(served, ids[:, :140], request)
     assert serve(prefixes, served, ids)[1] == 128
-    with prefixes.request(tokens(1, 100, seed=1)):
-        pass  # nothing was computed
+    with prefixes.request(tokens(1, 100, seed=1)) as idle:
+        assert idle.hit == 0
     assert serve(prefixes, served, tokens(1, 100, seed=1))[1] == 0
 
 

@@ -120,7 +120,7 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
     )  # fmt: skip
     return step_arguments(call, stores.o) | {
         "sequences": plan.table.sequences, "items": plan.table.items, "N": plan.facts.sequences,
-        "TILES": plan.facts.tiles, "EDGES": plan.facts.edges, "BH": DECAY_HEADS,
+        "TILES": plan.facts.tiles, "BH": DECAY_HEADS,
         **{name: scratch.get(name, call.q) for name in names},
     }  # fmt: skip
 

@@ -82,8 +82,6 @@ def prepare_kernel(
     q_tiles,
     k_tiles,
     v_tiles,
-    k_edges,
-    v_edges,
     sums,
     from_start,
     strengths,
@@ -113,15 +111,12 @@ def prepare_kernel(
     NORMALISE: tl.constexpr,
     CACHED: tl.constexpr,
     TILES: tl.constexpr,
-    EDGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per (`together` value heads of a key head, item); T and P may be descriptors.
 
-    TILES: gathered, normalised rows of q, k and v are kept for the scan. EDGES: for a scan that
-    copies whole tiles, k of chunks that hold other rows beside those of their sequence [2 N, H],
-    and v of chunks that begin with rows of a tail [2 N, HV], are kept as tiles.
+    TILES: gathered, normalised rows of q, k and v are kept for the scan.
     """
     first_head = tl.program_id(0) * together
     local = tl.program_id(1)
@@ -152,7 +147,6 @@ def prepare_kernel(
             return
         old = held & (at >= stands) & (at < start)
         ring = (at % tail_rows).to(tl.int32)
-    edge = (2 * n + tl.where(item > tl.load(sequences + n * 8 + 4), 1, 0)).to(tl.int64)
     k_rows = k + first_row * k_token + key_head * k_head + rows[:, None] * k_token
     q_rows = q + first_row * q_token + key_head * q_head + rows[:, None] * q_token
     k_tail = tail_k + slot * tail_k_slot + key_head * tail_k_head + ring[:, None] * K
@@ -177,10 +171,6 @@ def prepare_kernel(
             if lead:
                 tl.store(k_tiles + key_tile + columns, kk)
                 tl.store(q_tiles + key_tile + columns, qq)
-        elif EDGES:
-            if lead & ((low < start) | (low + 64 > end)):
-                begins = (edge * H + key_head) * (64 * BK) + rows[:, None] * BK
-                tl.store(k_edges + begins + columns, kk)
         products = tl.dot(kk, tl.trans(kk), products, input_precision=PRECISION)
         p = tl.dot(qq, tl.trans(kk), p, input_precision=PRECISION)
     norms = tl.sum(tl.where(i == j, products, 0.0), 1)
@@ -204,13 +194,9 @@ def prepare_kernel(
         for c in tl.static_range(0, BV, BC):
             columns = (c + tl.arange(0, BC))[None, :]
             vv = gathered(v_rows + columns, v_tail + columns, new, old, columns < V, None, CACHED)
-            if TILES and not EDGES:
+            if TILES:
                 begins = tile.to(tl.int64) * (64 * BV) + rows[:, None] * BV
                 tl.store(v_tiles + begins + columns, vv)
-            if EDGES and CACHED:
-                if low < start:
-                    begins = (edge * HV + head) * (64 * BV) + rows[:, None] * BV
-                    tl.store(v_edges + begins + columns, vv)
             if tl.sum(vv.to(tl.float32) * 0.0) != 0.0:
                 clean_row = tl.minimum(clean_row, first_spoiled(vv))
         kept = rows < clean_row

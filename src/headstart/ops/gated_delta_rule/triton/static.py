@@ -41,8 +41,7 @@ INTEGERS = {
     "snapshot_slots", "snapshot_position", "clean", "snapshot_end", "tail_end",
 }  # fmt: skip
 ROWS = {
-    "q", "k", "v", "o", "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "k_edges",
-    "v_edges",
+    "q", "k", "v", "o", "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles",
     "tail_k", "tail_v", "keys",
 }  # fmt: skip
 ODD = {"first_item", "last_item", "parity", "together", "tail_rows"}
@@ -99,7 +98,7 @@ def kernels(target: Target) -> list[StaticKernel]:
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
-                "PER_CHANNEL": False, "EDGES": False, "PRECISION": precision(dtype, target.backend),
+                "PER_CHANNEL": False, "PRECISION": precision(dtype, target.backend),
             }  # fmt: skip
             blocks = channel_configuration(dtype, target.backend, target.warp_size)
             gates = {
