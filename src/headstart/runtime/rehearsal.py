@@ -35,12 +35,14 @@ class Launch(NamedTuple):
 class Rehearsal:
     """The device that meta tensors stand for, and what was launched on it.
 
-    processors: its multiprocessors (compute units).
+    processors: its multiprocessors (compute units). asked: the configurations that launchers asked
+    `tables.configuration` for, by key.
     """
 
     target: Target
     processors: int
     launches: list[Launch] = field(default_factory=list)
+    asked: dict[Any, Any] = field(default_factory=dict)
 
 
 _rehearsing: ContextVar[Rehearsal | None] = ContextVar("rehearsing", default=None)

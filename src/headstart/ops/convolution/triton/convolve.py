@@ -28,6 +28,7 @@ from headstart.ops.convolution.triton.step_table import entries, step_table, til
 from headstart.ops.gated_delta_rule.cache import CacheSlots, DeltaCache
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.runtime.launcher import current, device_ints, interpreted, processors, start
+from headstart.runtime.tables import Key, configuration
 
 NOWHERE, PLAIN, RING = 0, 1, 2
 """Where histories lie: not kept; [S, width - 1, channels]; a ring of a cache, by position."""
@@ -348,7 +349,9 @@ def convolve(call: ConvolutionCall, config: Config | None = None, rows: int = 0)
     """Run a bound call; config and rows stand in for the rule's, to measure them."""
     state, target, x = call.state, call.snapshots, call.x
     count, room = entries(call.schedule)
-    config = config or Config.rule(call.channels, x.dtype)
+    key = Key("causal_conv1d", "convolve", (call.channels, call.width), x.dtype)
+    rule = partial(Config.rule, call.channels, x.dtype)
+    config = config or configuration(key, x.device, rule)
     blocks = triton.cdiv(call.channels, config.channels)
     rows = rows or rows_of_a_program(x.shape[0], blocks, processors(x.device), config.unroll)
     shape = (call.width - 1, call.channels)

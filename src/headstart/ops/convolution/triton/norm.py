@@ -20,6 +20,7 @@ import triton.language as tl
 
 from headstart.ops.convolution.spec import GatedNormCall, three_dimensions
 from headstart.runtime.launcher import current, start
+from headstart.runtime.tables import Key, configuration
 
 BLOCK = 16
 """Elements that strides are multiples of where rows are."""
@@ -70,7 +71,8 @@ def norm(call: GatedNormCall, config: Config | None = None) -> torch.Tensor:
     if not y.numel():
         return y
     size = call.x.shape[-1]
-    config = config or Config.rule(size)
+    key = Key("rms_norm_gated", "norm", (size,), call.x.dtype)
+    config = config or configuration(key, call.device, lambda: Config.rule(size))
     unit = 1 if size % BLOCK else BLOCK
     x, gate = (_loadable(three_dimensions(tensor), unit) for tensor in (call.x, call.gate))
     count, inner = x.shape[0] * x.shape[1], x.shape[1]

@@ -32,7 +32,7 @@ from headstart.ops.extend_attention.triton.config import (
     packing,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
-from headstart.runtime import launcher
+from headstart.runtime import launcher, tables
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.launcher import (
     current,
@@ -43,6 +43,7 @@ from headstart.runtime.launcher import (
     reads_descriptors,
     target_of,
 )
+from headstart.runtime.tables import Key, ratio_class
 from headstart.runtime.workspace import default_workspace
 
 LOG2E = math.log2(math.e)
@@ -81,20 +82,29 @@ def cut_of(call: ExtendCall, config: Config) -> Cut:
 
 def configured(call: ExtendCall) -> Config:
     """The configuration of a call."""
-    found = functools.partial(
-        configuration,
-        call.D,
-        call.DV,
-        call.q.dtype,
-        windowed=call.window is not None,
-        masked=call.custom_mask is not None,
-        reproducible=call.reproducible,
-        target=target_of(call.device).name,
-    )
-    config = found()
+    config = _found(call, scattered=False)
     if _reads_cache(call) and not _described_cache(call, config):
-        config = found(scattered=True)
+        config = _found(call, scattered=True)
     return config
+
+
+def _found(call: ExtendCall, scattered: bool) -> Config:
+    """The configuration of a call whose cached keys, if any, are copied row by row or not."""
+    masked, windowed = call.custom_mask is not None, call.window is not None
+    quantised = scattered and call.cache is not None and call.cache.k.dtype == FP8
+    rule = functools.partial(
+        configuration, call.D, call.DV, call.q.dtype, windowed=windowed, scattered=scattered,
+        masked=masked, reproducible=call.reproducible, target=target_of(call.device).name,
+    )  # fmt: skip
+    sizes = call.D, call.DV
+    if call.reproducible:
+        key = Key("extend_attention", "unified", sizes, call.q.dtype, windowed=windowed)
+    else:
+        there = (("scattered", scattered), ("fp8", quantised), ("mask", masked))
+        switches = tuple(name for name, on in there if on)
+        ratio = ratio_class(call.HQ, call.HK)
+        key = Key("extend_attention", "extend", sizes, call.q.dtype, ratio, windowed, switches)
+    return tables.configuration(key, call.device, rule)
 
 
 def layout(call: ExtendCall, config: Config, rows: int) -> Layout:

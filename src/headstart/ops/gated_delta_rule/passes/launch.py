@@ -7,7 +7,8 @@ those that its kernel names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,7 +31,7 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.stores import Stores
-from headstart.runtime import launcher
+from headstart.runtime import launcher, tables
 from headstart.runtime.launcher import (
     current,
     device_ints,
@@ -40,9 +41,11 @@ from headstart.runtime.launcher import (
     reads_descriptors,
     target_of,
 )
+from headstart.runtime.tables import Key
 from headstart.runtime.workspace import default_workspace
 
 Given = dict[str, Any]
+C = TypeVar("C")
 
 
 def launch(
@@ -72,7 +75,8 @@ def _before_state(
     HV = given["HV"]
     if call.per_channel:
         target = target_of(call.device, INTERPRETED_AS)
-        blocks = channel_configuration(call.q.dtype, target.backend, target.warp_size)
+        rule = partial(channel_configuration, call.q.dtype, target.backend, target.warp_size)
+        blocks = configured("prepare_channels", given, rule)
         start(prepare_channels_kernel, (HV, items), given | {"BC": blocks.BC}, blocks.warps)
         return
     start(decays_kernel, (-(-HV // DECAY_HEADS), items), given, DECAY_HEADS // 2)
@@ -82,7 +86,7 @@ def _before_state(
 def _prepare(given: Given, items: int) -> None:
     q, H, HV = given["q"], given["H"], given["HV"]
     target = target_of(q.device, INTERPRETED_AS)
-    config = prepare_configuration(q.dtype, target)
+    config = configured("prepare", given, partial(prepare_configuration, q.dtype, target))
     together = heads_together(H, HV, items, processors(q.device))
     own = {
         "BC": min(config.BC, given["BK"], given["BV"]), "together": together,
@@ -91,6 +95,15 @@ def _prepare(given: Given, items: int) -> None:
     if reads_descriptors(target):
         own |= {name: described(given[name], CHUNK) for name in ("T", "P")}
     start(prepare_kernel, (HV // together, items), given | own, config.warps)
+
+
+def configured(
+    kernel: str, given: Given, rule: Callable[[], C], switches: tuple[str, ...] = ()
+) -> C:
+    """A pass's configuration: of the device's table, else the rule's."""
+    q = given["q"]
+    key = Key("gated_delta_rule", kernel, (given["K"], given["V"]), q.dtype, switches=switches)
+    return tables.configuration(key, q.device, rule)
 
 
 def start(kernel: Any, grid: tuple[int, ...], given: Given, num_warps: int) -> None:

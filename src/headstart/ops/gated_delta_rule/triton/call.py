@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headstart.ops.gated_delta_rule.passes.config import INTERPRETED_AS
-from headstart.ops.gated_delta_rule.passes.launch import Given, described, launch, start
+from headstart.ops.gated_delta_rule.passes.launch import (
+    Given,
+    configured,
+    described,
+    launch,
+    start,
+)
 from headstart.ops.gated_delta_rule.passes.scratch import Plan
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
@@ -63,7 +71,9 @@ def _scan(given: Given, sequences: int) -> None:
     V, BK, q = given["V"], given["BK"], given["q"]
     target = target_of(q.device, INTERPRETED_AS)
     copied = reads_descriptors(target)
-    config = scan_configuration(given["K"], q.dtype, target)
+    switches = ("channels",) if given["PER_CHANNEL"] else ()
+    rule = partial(scan_configuration, given["K"], q.dtype, target)
+    config = configured("scan", given, rule, switches)
     tiles = {"T": CHUNK, "P": CHUNK}
     own = {"T": given["T"], "P": given["P"]}
     if given["TILES"]:

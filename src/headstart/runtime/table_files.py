@@ -1,0 +1,330 @@
+"""What a table is, and the file that holds it: JSON, every field of which is checked when read.
+
+    {"format": 1, "device": "NVIDIA H200", "target": "cuda:90", "rows": [
+      {"operation": "extend_attention", "kernel": "extend", "sizes": {"D": 64, "DV": 64},
+       "dtype": "bfloat16", "ratio": 8, "windowed": true, "switches": [],
+       "configuration": {"BM": 64, "BN": 32, "stages": 3, "warps": 4, ...},
+       "milliseconds": {"oss-16k-win": 0.186},
+       "runner_up": {"configuration": {...}, "ratio": 1.03},
+       "triton": "3.6.0", "date": "2026-11-30"}]}
+
+A key has no place for a length. Two rows of one key that say different things are an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headstart.runtime.checks import dtype_name, shown
+
+FORMAT = 1
+DTYPES = {dtype_name(x): x for x in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+class Key(NamedTuple):
+    """What a configuration may depend on, beside the kind of device.
+
+    operation, kernel: whose configuration: a name in `KERNELS`.
+    sizes: sizes of heads or rows, in the order of `Kernel.sizes`.
+    ratio: query heads of a key head as a `ratio_class`; 0 where it does not matter.
+    switches: what else changes the program, in the order of `Kernel.switches`.
+    """
+
+    operation: str
+    kernel: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    ratio: int = 0
+    windowed: bool = False
+    switches: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """In one line.
+
+        >>> print(Key("extend_attention", "extend", (64, 64), torch.bfloat16, 8, True, ("fp8",)))
+        extend_attention/extend 64x64 bfloat16 ratio 8 window fp8
+        """
+        sizes = "x".join(map(str, self.sizes))
+        words = [f"{self.operation}/{self.kernel}", sizes, dtype_name(self.dtype)]
+        words += [f"ratio {self.ratio}"] if self.ratio else []
+        words += ["window"] if self.windowed else []
+        return " ".join([*words, *self.switches])
+
+
+class Kernel(NamedTuple):
+    """What a table may say of a kernel.
+
+    sizes: names of a key's sizes. place: "module:class" of its configuration, a dataclass of ints.
+    grouped, windowed: whether a key may hold a ratio or a window. switches: those it may hold.
+    """
+
+    sizes: tuple[str, ...]
+    place: str
+    grouped: bool = False
+    windowed: bool = False
+    switches: tuple[str, ...] = ()
+
+    @property
+    def configuration(self) -> type:
+        """The class of its configurations."""
+        module, name = self.place.split(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_ATTENTION = "headstart.ops.extend_attention.triton.config:Config"
+_RULE = "headstart.ops.gated_delta_rule"
+_CONVOLUTION = "headstart.ops.convolution.triton"
+KERNELS = {
+    ("extend_attention", "extend"): Kernel(
+        ("D", "DV"), _ATTENTION, grouped=True, windowed=True, switches=("scattered", "fp8", "mask")
+    ),
+    # Bits are promised: one configuration, whatever the heads and wherever keys lie.
+    ("extend_attention", "unified"): Kernel(("D", "DV"), _ATTENTION, windowed=True),
+    ("gated_delta_rule", "prepare"): Kernel(("K", "V"), f"{_RULE}.passes.config:PrepareConfig"),
+    ("gated_delta_rule", "prepare_channels"): Kernel(
+        ("K", "V"), f"{_RULE}.passes.channel:ChannelConfig"
+    ),
+    ("gated_delta_rule", "scan"): Kernel(
+        ("K", "V"), f"{_RULE}.triton.scan:ScanConfig", switches=("channels",)
+    ),
+    ("causal_conv1d", "convolve"): Kernel(
+        ("channels", "width"), f"{_CONVOLUTION}.convolve:Config"
+    ),
+    ("rms_norm_gated", "norm"): Kernel(("D",), f"{_CONVOLUTION}.norm:Config"),
+}  # fmt: skip
+"""(operation, kernel) -> what a table may say of it."""
+
+
+class Device(NamedTuple):
+    """A kind of device: its name as the driver says it, and what kernels are compiled for."""
+
+    name: str
+    target: str
+
+    def __str__(self) -> str:
+        """Name and target: "NVIDIA H200 (cuda:90)"."""
+        return f"{self.name} ({self.target})"
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The second best configuration, and how much longer it takes than the best: a ratio above 1
+    (or near it, where the two could not be told apart)."""
+
+    configuration: Any
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration, and what it was measured with.
+
+    milliseconds: of a call, by the id of the case. triton, date: the version that compiled it, and
+    the day.
+    """
+
+    key: Key
+    configuration: Any
+    milliseconds: Mapping[str, float]
+    runner_up: RunnerUp | None
+    triton: str
+    date: str
+
+    def record(self) -> dict[str, Any]:
+        """As plain data."""
+        key, second = self.key, self.runner_up
+        names = KERNELS[key.operation, key.kernel].sizes
+        return {
+            "operation": key.operation, "kernel": key.kernel,
+            "sizes": dict(zip(names, key.sizes, strict=True)), "dtype": dtype_name(key.dtype),
+            "ratio": key.ratio, "windowed": key.windowed, "switches": list(key.switches),
+            "configuration": dataclasses.asdict(self.configuration),
+            "milliseconds": dict(self.milliseconds),
+            "runner_up": second and {
+                "configuration": dataclasses.asdict(second.configuration), "ratio": second.ratio,
+            },
+            "triton": self.triton, "date": self.date,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a kind of device; path: the file that they are in."""
+
+    path: Path
+    device: Device
+    rows: tuple[Row, ...]
+
+    @staticmethod
+    def read(path: Path) -> Table:
+        """The table in a file; ValueError names the file and the field that is wrong with it."""
+        try:
+            data = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"tables: {path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"tables: {path}: is no JSON: {error}") from error
+        fields = _Fields(f"tables: {path}: ", data)
+        if (found := fields.take("format", int)) != FORMAT:
+            raise fields.wrong("format", str(FORMAT), found)
+        device = Device(fields.take("device", str), fields.take("target", str))
+        listed = fields.take("rows", list)
+        fields.end()
+        rows = tuple(
+            _row(_Fields(f"tables: {path}: rows[{i}].", row)) for i, row in enumerate(listed)
+        )
+        table = Table(path, device, rows)
+        _ = table.configurations  # conflicts are told now
+        return table
+
+    @property
+    def configurations(self) -> dict[Key, Any]:
+        """By key; ValueError where two rows of one key differ."""
+        found: dict[Key, tuple[int, Any]] = {}
+        for i, row in enumerate(self.rows):
+            first, configuration = found.setdefault(row.key, (i, row.configuration))
+            if configuration != row.configuration:
+                raise ValueError(
+                    f"tables: {self.path}: rows[{first}] and rows[{i}] contradict each other: "
+                    f"{row.key}: {configuration} and {row.configuration}"
+                )
+        return {key: configuration for key, (_, configuration) in found.items()}
+
+    def changed(self, rows: Iterable[Row]) -> Table:
+        """This table with these rows in place of those of their keys, sorted by key."""
+        new = {row.key: row for row in (*self.rows, *rows)}
+        return dataclasses.replace(self, rows=tuple(new[key] for key in sorted(new, key=str)))
+
+    def write(self) -> None:
+        """Write the file whole or not at all; ValueError where that cannot be."""
+        data = {
+            "format": FORMAT, "device": self.device.name, "target": self.device.target,
+            "rows": [row.record() for row in self.rows],
+        }  # fmt: skip
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(data, indent=1) + "\n")
+            beside.replace(self.path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise ValueError(f"tables: cannot write {self.path}: {error.strerror}") from error
+
+
+def together(tables: Iterable[Table]) -> dict[Key, Any]:
+    """The configurations of several tables of one device; ValueError where two contradict."""
+    found: dict[Key, tuple[Path, Any]] = {}
+    for table in tables:
+        for key, configuration in table.configurations.items():
+            path, first = found.setdefault(key, (table.path, configuration))
+            if first != configuration:
+                raise ValueError(
+                    f"tables: {path} and {table.path} contradict each other: {key}: {first} "
+                    f"and {configuration}"
+                )
+    return {key: configuration for key, (_, configuration) in found.items()}
+
+
+class _Fields:
+    """The fields of a JSON object, taken one by one; errors name file and field."""
+
+    def __init__(self, where: str, data: Any) -> None:
+        self._where = where
+        if not isinstance(data, dict):
+            raise ValueError(f"{where.rstrip('.: ')}: expected an object, got {shown(data)}")
+        self._left = dict(data)
+
+    def take(self, name: str, kind: type) -> Any:
+        """A field's value, of this very type; a float may be written without a point."""
+        if name not in self._left:
+            raise self.wrong(name, f"a value of type {kind.__name__}", "none")
+        value = self._left.pop(name)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise self.wrong(name, f"a value of type {kind.__name__}", shown(value))
+        return value
+
+    def part(self, name: str) -> _Fields:
+        """A field that is an object."""
+        return _Fields(f"{self._where}{name}.", self.take(name, dict))
+
+    def skip_null(self, name: str) -> bool:
+        """Whether a field is there and null; then it counts as taken."""
+        if self._left.get(name, self) is not None:
+            return False
+        del self._left[name]
+        return True
+
+    def names(self) -> list[str]:
+        """Of the fields that were not taken yet."""
+        return list(self._left)
+
+    def end(self) -> None:
+        """Raise ValueError if a field is left that nobody knows."""
+        for name in self._left:
+            raise self.wrong(name, "no such field", "one")
+
+    def wrong(self, name: str, expected: str, got: object) -> ValueError:
+        return ValueError(f"{self._where}{name}: expected {expected}, got {got}")
+
+
+def _row(fields: _Fields) -> Row:
+    operation, name = fields.take("operation", str), fields.take("kernel", str)
+    if (operation, name) not in KERNELS:
+        known = ", ".join("/".join(pair) for pair in KERNELS)
+        raise fields.wrong("kernel", f"one of {known}", f"{operation}/{name}")
+    kernel = KERNELS[operation, name]
+    sizes = _integers(fields.part("sizes"), kernel.sizes, least=1)
+    if (dtype := fields.take("dtype", str)) not in DTYPES:
+        raise fields.wrong("dtype", f"one of {list(DTYPES)}", repr(dtype))
+    ratio, windowed = fields.take("ratio", int), fields.take("windowed", bool)
+    whole = ratio > 0 and ratio & (ratio - 1) == 0
+    if not (whole if kernel.grouped else ratio == 0):
+        raise fields.wrong("ratio", "a power of two" if kernel.grouped else "0", ratio)
+    if windowed and not kernel.windowed:
+        raise fields.wrong("windowed", "false", "true")
+    switches = fields.take("switches", list)
+    if switches != [word for word in kernel.switches if word in switches]:
+        raise fields.wrong("switches", f"some of {list(kernel.switches)}, in order", switches)
+    key = Key(
+        operation, name, tuple(sizes.values()), DTYPES[dtype], ratio, windowed, tuple(switches)
+    )
+    configuration = _configuration(fields.part("configuration"), kernel)
+    times = fields.part("milliseconds")
+    milliseconds = {case: times.take(case, float) for case in times.names()}
+    second = None
+    if not fields.skip_null("runner_up"):
+        part = fields.part("runner_up")
+        other = _configuration(part.part("configuration"), kernel)
+        second = RunnerUp(other, part.take("ratio", float))
+        part.end()
+    triton, day = fields.take("triton", str), fields.take("date", str)
+    try:
+        date.fromisoformat(day)
+    except ValueError:
+        raise fields.wrong("date", "a day as 2026-01-31", repr(day)) from None
+    fields.end()
+    return Row(key, configuration, milliseconds, second, triton, day)
+
+
+def _configuration(fields: _Fields, kernel: Kernel) -> Any:
+    kind = kernel.configuration
+    return kind(**_integers(fields, tuple(field.name for field in dataclasses.fields(kind))))
+
+
+def _integers(fields: _Fields, names: tuple[str, ...], least: int = 0) -> dict[str, int]:
+    """All of these fields and no others, integers that are not below `least`."""
+    found = {name: fields.take(name, int) for name in names}
+    for name, value in found.items():
+        if value < least:
+            raise fields.wrong(name, f"at least {least}", value)
+    fields.end()
+    return found

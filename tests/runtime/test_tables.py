@@ -1,0 +1,324 @@
+"""Tables: what a file may say, whose rows are used on which device, and that launches obey them."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import timeit
+
+import pytest
+import torch
+from tests.implementations import KERNELS as INTERPRETED
+
+import headstart
+from headstart import DeltaCache, ExtendPlan, KVCache, Schedule
+from headstart.runtime import tables
+from headstart.runtime.rehearsal import rehearsing
+from headstart.runtime.static import TARGETS
+from headstart.runtime.table_files import KERNELS, Device, Key, Row, RunnerUp, Table
+from headstart.runtime.tables import INTERPRETER, configuration, rows_of, using
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are what this process runs")
+
+H200 = Device("NVIDIA H200", "cuda:90")
+CPU = torch.device("cpu")
+NORM = Key("rms_norm_gated", "norm", (128,), torch.bfloat16)
+EXTEND = Key("extend_attention", "extend", (64, 64), torch.bfloat16, 8, True, ("scattered",))
+
+
+def row(key=NORM, second=True, **changed):
+    """A row whose numbers are all different; changed: some of its configuration."""
+    kind = KERNELS[key.operation, key.kernel].configuration
+    names = kind.__dataclass_fields__
+    first = {name: 2**i for i, name in enumerate(names, 1)} | changed
+    other = kind(**first | {next(iter(names)): 64})
+    runner_up = RunnerUp(other, 1.04) if second else None
+    return Row(key, kind(**first), {"a-case": 0.25}, runner_up, "3.6.0", "2026-11-30")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "table.json"
+
+
+@pytest.fixture
+def use(monkeypatch, tmp_path):
+    """Makes tables those of this process: the user's by path, the package's in a folder."""
+    folder = tmp_path / "packaged"
+    folder.mkdir()
+    monkeypatch.setattr(tables, "FOLDER", folder)
+
+    def install(*user, packaged=()):
+        for table in (*user, *packaged):
+            table.write()
+        names = os.pathsep.join(str(table.path) for table in user)
+        monkeypatch.setenv(tables.VARIABLE, names)
+        rows_of.cache_clear()
+        return folder
+
+    yield install
+    rows_of.cache_clear()
+
+
+def test_a_file_gives_back_what_was_written(path):
+    table = Table(path, H200, (row(), row(EXTEND, second=False)))
+    table.write()
+    assert Table.read(path) == table
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_rows_of_a_key_take_the_place_of_older_ones(path):
+    table = Table(path, H200, (row(), row(EXTEND)))
+    changed = table.changed([row(num_warps=16)])
+    assert [found.key for found in changed.rows] == [EXTEND, NORM]
+    assert changed.configurations[NORM].num_warps == 16
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
+    table = Table(path, H200, (row(),))
+    table.write()
+    monkeypatch.setattr(
+        "pathlib.Path.replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
+    with pytest.raises(ValueError, match=r"tables: cannot write .*table.json"):
+        table.changed([row(num_warps=1)]).write()
+    assert Table.read(path) == table
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("format", 2, "format: expected 1, got 2"),
+        ("device", None, "device: expected a value of type str, got None"),
+        ("rows", {}, "rows: expected a value of type list"),
+        ("author", "me", "author: expected no such field"),
+        ("rows.0", 5, r"rows\[0\]: expected an object, got 5"),
+        ("rows.0.kernel", "extend", r"rows\[0\].kernel: expected one of .*rms_norm_gated/extend"),
+        ("rows.0.sizes.D", "128", r"rows\[0\].sizes.D: expected a value of type int, got '128'"),
+        ("rows.0.sizes.D", 0, r"rows\[0\].sizes.D: expected at least 1, got 0"),
+        ("rows.0.sizes.T", 4096, r"rows\[0\].sizes.T: expected no such field"),
+        ("rows.0.tokens", 4096, r"rows\[0\].tokens: expected no such field"),
+        ("rows.0.dtype", "float64", r"rows\[0\].dtype: expected one of .*got 'float64'"),
+        ("rows.0.ratio", 2, r"rows\[0\].ratio: expected 0, got 2"),
+        ("rows.0.windowed", True, r"rows\[0\].windowed: expected false"),
+        ("rows.0.switches", ["fp8"], r"rows\[0\].switches: expected some of \[\]"),
+        ("rows.0.configuration.rows", True, r"rows\[0\].configuration.rows: .*int, got True"),
+        ("rows.0.configuration.rows", -1, r"rows\[0\].configuration.rows: expected at least 0"),
+        ("rows.0.milliseconds.a-case", "1", r"rows\[0\].milliseconds.a-case: .* type float"),
+        ("rows.0.runner_up", 1, r"rows\[0\].runner_up: expected a value of type dict"),
+        ("rows.0.date", "today", r"rows\[0\].date: expected a day"),
+        ("rows.1.ratio", 3, r"rows\[1\].ratio: expected a power of two, got 3"),
+        ("rows.1.switches", ["mask", "fp8"], r"rows\[1\].switches: expected .* in order"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(path, place, value, words):
+    Table(path, H200, (row(), row(EXTEND))).write()
+    data = json.loads(path.read_text())
+    *parents, name = place.split(".")
+    at = data
+    for parent in parents:
+        at = at[int(parent) if isinstance(at, list) else parent]
+    at[int(name) if isinstance(at, list) else name] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"^tables: {path}: {words}"):
+        Table.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_what_is_no_table_is_named(path, text):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"^tables: {path}: "):
+        Table.read(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        Table.read(path.with_name("none.json"))
+
+
+def test_rows_that_contradict_each_other_are_named(path):
+    Table(path, H200, (row(), row(EXTEND), row())).write()
+    assert len(Table.read(path).configurations) == 2  # the same twice is no contradiction
+    Table(path, H200, (row(), row(EXTEND), row(num_warps=16))).write()
+    with pytest.raises(ValueError, match=r"rows\[0\] and rows\[2\] contradict .*norm 128 bfloat16"):
+        Table.read(path)
+
+
+def test_files_that_contradict_each_other_are_named(path, use):
+    other = path.with_name("other.json")
+    use(Table(path, INTERPRETER, (row(),)), Table(other, INTERPRETER, (row(num_warps=16),)))
+    with pytest.raises(ValueError, match=rf"{path} and {other} contradict each other"):
+        rows_of(CPU)
+
+
+def test_a_users_rows_go_before_the_packages_and_that_is_told(path, use, caplog):
+    folder = tables.FOLDER
+    packaged = Table(folder / "interpreter.json", INTERPRETER, (row(), row(EXTEND)))
+    with caplog.at_level(logging.INFO, "headstart"):
+        use(Table(path, INTERPRETER, (row(num_warps=16),)), packaged=[packaged])
+        found = rows_of(CPU)
+    assert found[NORM].num_warps == 16
+    assert found[EXTEND] == row(EXTEND).configuration
+    assert "norm 128 bfloat16" in caplog.text
+
+
+def test_another_devices_table_is_not_used(path, use, monkeypatch):
+    use(Table(path, H200, (row(),)))
+    with pytest.raises(ValueError, match=r"HEADSTART_TABLES: expected a table for interpreter"):
+        rows_of(CPU)
+    # One that fits is enough: a process may have devices of several kinds.
+    other = path.with_name("other.json")
+    use(Table(path, H200, (row(num_warps=16),)), Table(other, INTERPRETER, (row(),)))
+    assert rows_of(CPU) == {NORM: row().configuration}
+    # A package's file under a name that is not its device's is damaged.
+    folder = use(packaged=[Table(tables.FOLDER / "interpreter.json", H200, (row(),))])
+    with pytest.raises(ValueError, match=rf"{folder}/interpreter.json: expected a table for inter"):
+        rows_of(CPU)
+
+
+def test_architecture_counts_beside_the_name(path, use):
+    use(Table(path, Device(INTERPRETER.name, "cuda:100"), (row(),)))
+    with pytest.raises(ValueError, match="expected a table for"):
+        rows_of(CPU)
+
+
+def test_every_packaged_table_is_whole_and_named_for_its_device():
+    for file in tables.FOLDER.glob("*.json"):
+        assert tables.packaged_table(Table.read(file).device) is not None
+
+
+def test_a_look_takes_less_than_a_microsecond(use, path):
+    use(Table(path, INTERPRETER, (row(EXTEND),)))
+
+    def look():
+        switches = ("scattered",)
+        key = Key("extend_attention", "extend", (64, 64), torch.bfloat16, 8, True, switches)
+        return configuration(key, CPU, dict)
+
+    assert look() == row(EXTEND).configuration
+    assert min(timeit.repeat(look, number=1000, repeat=50)) < 1e-3
+
+
+def norm(rows=64):
+    x = torch.empty(rows, 128, dtype=torch.bfloat16, device="meta")
+    headstart.rms_norm_gated(x, x[0], x)
+
+
+def convolve(tokens=64):
+    x = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
+    headstart.causal_conv1d(x, torch.empty(256, 4, dtype=x.dtype, device="meta"))
+
+
+def rule(tokens=200, channels=False, cached=False):
+    q = torch.empty(tokens, 2, 64, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta")
+    g = torch.empty(tokens, 4, *[64] * channels, device="meta")
+    more = {}
+    if cached:
+        sizes = {"H": 2, "HV": 4, "K": 64, "V": 64, "dtype": q.dtype, "device": "meta"}
+        state = DeltaCache(1, **sizes, per_channel=channels).at([0])
+        more = {"state": state, "schedule": Schedule([tokens], device="meta")}
+    headstart.gated_delta_rule(q, q, v, g, None, **more)
+
+
+def attend(new=100, prefix=0, window=None, reproducible=False, fp8=False, HQ=8):
+    q = torch.empty(new, HQ, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(new, 1, 64, dtype=torch.bfloat16, device="meta")
+    plan, cache = ExtendPlan.from_lengths([new], [prefix] if prefix else None, device="meta"), None
+    if prefix:
+        kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        stores = (torch.empty(prefix, 1, 64, dtype=kind, device="meta") for _ in "kv")
+        cache = KVCache(*stores, **{"k_scale": 1.0, "v_scale": 1.0} if fp8 else {})
+    headstart.extend_attention(
+        q, k, k, plan=plan, cache=cache, window=window, reproducible=reproducible
+    )
+
+
+def asked(call, table=None, **options):
+    """What a call asks for, with which answers, and what it launches."""
+    with using(table or {}), rehearsing(TARGETS["cuda:90"], 132) as rehearsal:
+        call(**options)
+    return rehearsal.asked, rehearsal.launches
+
+
+CALLS = [
+    (norm, {}), (convolve, {}), (rule, {}), (rule, {"channels": True}), (attend, {}),
+    (attend, {"reproducible": True}), (attend, {"window": 64, "prefix": 300}),
+    (attend, {"fp8": True, "prefix": 300}), (attend, {"reproducible": True, "window": 64}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "options"), CALLS, ids=str)
+def test_a_row_is_what_is_launched(call, options):
+    by_rule, before = asked(call, **options)
+    assert by_rule
+    # Attention asks once more where cached keys cannot be copied as the first answer would.
+    for key, found in list(by_rule.items())[-1 if call is attend else 0 :]:
+        # Half the keys, columns, rows or channels of a tile, and twice the warps.
+        names = found.__dataclass_fields__
+        wider = next(name for name in ("BN", "BC", "BV", "rows", "channels") if name in names)
+        warps = next(name for name in ("warps", "num_warps") if name in names)
+        size = {wider: getattr(found, wider) // 2, warps: 2 * getattr(found, warps)}
+        other = type(found)(**{name: size.get(name, getattr(found, name)) for name in names})
+        answers, after = asked(call, {key: other}, **options)
+        assert answers == by_rule | {key: other}
+        (mine,) = [
+            i for i, run in enumerate(after) if run.kernel.__name__ == f"{key.kernel}_kernel"
+        ]
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            same = old.options == new.options
+            assert same == (i != mine)
+        assert after[mine].options["num_warps"] == size[warps]
+        constants = after[mine].arguments
+        name = {"rows": "BR", "channels": "BC"}.get(wider, wider)
+        assert constants[name] == size[wider]
+
+
+def test_every_kernel_of_the_list_is_asked_for():
+    found = set()
+    for call, options in CALLS:
+        found |= {(key.operation, key.kernel) for key in asked(call, **options)[0]}
+    assert found == set(KERNELS)
+
+
+@pytest.mark.parametrize(("call", "options"), CALLS, ids=str)
+def test_no_length_is_in_a_key(call, options):
+    name = call.__code__.co_varnames[0]
+    keys = {frozenset(asked(call, **options | {name: n})[0]) for n in (1, 63, 64, 1000, 20_000)}
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_where_bits_are_promised_neither_heads_nor_the_cache_count(window):
+    options = {"reproducible": True, "window": window}
+    plain = set(asked(attend, **options)[0])
+    assert plain == set(asked(attend, **options, prefix=300, HQ=2)[0])
+    assert set(asked(rule)[0]) == set(asked(rule, cached=True)[0])
+
+
+def test_a_users_table_is_what_the_interpreter_runs(path):
+    key = Key("extend_attention", "extend", (16, 16), torch.float32, 2)
+    kind = KERNELS["extend_attention", "extend"].configuration
+    found = Row(key, kind(16, 16, 1, 4, 32), {}, None, "3.6.0", "2026-11-30")
+    Table(path, INTERPRETER, (found,)).write()
+    program = (
+        "import torch, headstart\n"
+        "from headstart.runtime.record import recording\n"
+        "q, k = torch.randn(40, 4, 16), torch.randn(40, 2, 16)\n"
+        "plan = headstart.ExtendPlan.from_lengths([40], device='cpu')\n"
+        "with recording() as record:\n"
+        "    o = headstart.extend_attention(q, k, k, plan=plan, implementation='triton')\n"
+        "run = record.launches[0]\n"
+        "given = dict(zip(run.kernel.arg_names, run.arguments))\n"
+        "other = headstart.extend_attention(q, k, k, plan=plan)\n"
+        "print(given['BM'], given['BN'], given['PIECE'], float((o - other).abs().max()) < 1e-5)\n"
+    )
+    settings = {"TRITON_INTERPRET": "1", tables.VARIABLE: str(path)}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.stdout == "16 16 32 True\n", run.stderr
