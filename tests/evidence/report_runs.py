@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.evidence import cases
-from headstart.evidence.benching import NOISE, ArmResult, CaseResult
+from headstart.evidence.arms.sources import NOISE
+from headstart.evidence.benching import ArmResult, CaseResult
 from headstart.evidence.checking import Accuracy
 from headstart.evidence.mutants import Found
 from headstart.evidence.paired import Ratio

@@ -16,7 +16,9 @@ import headstart as package
 from headstart.cli.commands import headstart
 from headstart.evidence import arms, benching, cases
 from headstart.evidence.arms.copies import loaded_copy, renamed
-from headstart.evidence.benching import NOISE, SOURCE, CaseResult, Sources, bench_case
+from headstart.evidence.arms.sources import NOISE, SOURCE, Sources
+from headstart.evidence.bench_jobs import Job, Lost, run_jobs
+from headstart.evidence.benching import CaseResult, bench_case
 from headstart.evidence.runs import load
 from headstart.evidence.stages import StagesResult, stages_of_case, variants
 from headstart.evidence.timing import Ceilings, measure_ceilings
@@ -252,6 +254,24 @@ def test_an_empty_batch_is_a_case_like_others():
     assert (found["flex"].status, found["flex"].sentence) == ("declined", "takes no empty batch")
 
 
+def test_an_arm_runs_another_case_beside_this_one():
+    other = "oss-512-on-512-win-small"
+    found = by_arm(bench("oss-512-on-8k-win-small", "torch", f"torch@{other}", f"sdpa@{TINY}"))
+    there = found[f"torch@{other}"]
+    assert (there.status, there.note) == ("timed", f"on {other}"), there.sentence
+    floor = Ceilings(copy_rate=1e9, matmul_rate=1e10).floor(*cases.get(other).floor())
+    assert there.floor_share == pytest.approx(floor / there.median_ms)
+    assert "not gated_delta_rule" in found[f"sdpa@{TINY}"].sentence
+
+
+def test_reproducible_rows_are_an_arm():
+    found = by_arm(bench("oss-512-on-512-win-small", "reproducible", "torch", noise_floor=False))
+    assert (found["reproducible"].status, found["reproducible"].served) == ("timed", "torch")
+    # Keys are reduced in blocks that do not follow the batch: other bits, as right.
+    wrong = by_arm(bench("block-residual-512-small", "torch", "reproducible", rounds=3))
+    assert wrong["reproducible"].status == "declined"
+
+
 def test_ids_of_flashinfer_bench_are_accepted():
     assert cases.get("gdn_prefill_qk8_v16_d128_k_last").id == "gdn-qk8-v16-8k"
 
@@ -296,6 +316,42 @@ def test_command_prints_and_writes_a_run(tmp_path):
     assert written.options["arms"] == "torch,fa4"
 
 
+def test_cases_are_prepared_side_by_side(tmp_path):
+    file = tmp_path / "bench.json"
+    result = run(
+        TINY, "gdn-1x128-small", "oss-512-on-512-win-small", "--arms", "torch,reference",
+        "--rounds", "3", "--device", "cpu", "--jobs", "2", "--json", str(file),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = load(file, CaseResult, kind="bench").results
+    assert [one.case for one in written] == [TINY, "gdn-1x128-small", "oss-512-on-512-win-small"]
+    for one in written:
+        assert [arm.arm for arm in one.arms] == ["torch", NOISE, "reference"]
+        assert {arm.status for arm in one.arms} == {"timed"}
+        assert [len(arm.device_ms) for arm in one.arms] == [3, 3, 3]
+
+
+def test_a_case_that_is_late_costs_itself(tmp_path):
+    file = tmp_path / "bench.json"
+    result = run(
+        "gdn-1m", TINY, "--arms", "torch", "--rounds", "3", "--device", "cpu", "--jobs", "2",
+        "--limit", "30", "--json", str(file),
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert result.stderr == "headstart: gdn-1m: was not prepared within 30 s\n"
+    assert [one.case for one in load(file, CaseResult, kind="bench").results] == [TINY]
+
+
+def test_a_worker_that_ends_says_why():
+    job = Job(
+        case=TINY, arms=("torch",), device="nowhere", seed=0, rounds=3, clock="auto", groups=1,
+        noise_floor=False,
+    )  # fmt: skip
+    ((_, lost),) = run_jobs([job], 2, 60)
+    assert isinstance(lost, Lost)
+    assert "nowhere" in str(lost)
+
+
 def test_command_exits_with_1_for_a_wrong_arm(peer):
     peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=lambda **o: (o["v"], None))
     result = run("gdn-1x128-small", "--arms", "torch,fla", "--rounds", "3", "--device", "cpu")
@@ -310,6 +366,7 @@ def test_command_exits_with_1_for_a_wrong_arm(peer):
         (("gdn-nxt-8k",), "case: no case is called 'gdn-nxt-8k'; near: gdn-next-8k"),
         (("gpt-oss-20b",), "case: gpt-oss-20b is a whole model"),
         ((TINY, "--arms", "torch,torch"), "arms: expected one or more, each once"),
+        ((TINY, "--arms", "torch@gdn-nxt-8k"), "case: no case is called 'gdn-nxt-8k'"),
         ((TINY, "--check", "none"), "check: expected a positive number or all"),
         ((TINY, "--device", "nowhere"), "device: nowhere"),
         ((TINY, "--clock", "graph", "--device", "cpu"), "clock: graph needs a GPU"),

@@ -1,5 +1,7 @@
 """The runner of known-bad builds: edits apply once, kills mean something, survivors are told."""
 
+import dataclasses
+
 import pytest
 from click.testing import CliRunner
 
@@ -68,6 +70,31 @@ def test_a_fault_is_killed_and_an_edit_without_one_survives():
     assert killed.killed_by == "norm"
     assert killed.excess > 1
     assert survivor.killed_by is None
+
+
+def test_a_check_that_the_unedited_package_fails_is_asked_of_nobody(monkeypatch):
+    own = runner.judge
+
+    def judge(one, checks, *more, **options):
+        outcome = own(one, checks, *more, **options)
+        if one is not None:
+            return outcome
+        said = [
+            verdict.model_copy(update={"failure": "is broken"} if verdict.check == "norm" else {})
+            for verdict in outcome.verdicts
+        ]
+        return dataclasses.replace(outcome, verdicts=said)
+
+    monkeypatch.setattr(runner, "judge", judge)
+    (fault,) = chosen(names=("convolution-norm-eps-outside",))
+    assert fault.checks == ("norm",)
+    other = mutant(checks=("norm", "convolution without tokens"))
+    with pytest.raises(ValueError, match="the unedited package fails 'norm' under torch"):
+        run_mutants([fault])
+    doubts: list[str] = []
+    (found,) = run_mutants([fault, other], doubted=doubts.append)
+    assert (found.mutant, found.checks) == (other.name, 1)
+    assert doubts == ["mutants: the unedited package fails 'norm' under torch: is broken"]
 
 
 def test_a_build_that_does_not_load_shows_nothing():

@@ -11,7 +11,7 @@ from tests.evidence import report_runs as made
 
 from headstart.cli.commands import headstart
 from headstart.evidence import report
-from headstart.evidence.benching import NOISE
+from headstart.evidence.arms.sources import NOISE
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,9 +14,12 @@ from headstart.cli.commands import need, seed_option
 if TYPE_CHECKING:
     import torch
 
+    from headstart.evidence.arms.sources import Sources
+    from headstart.evidence.bench_jobs import Job, Lost
     from headstart.evidence.benching import CaseResult
     from headstart.evidence.cases import Case
     from headstart.evidence.stages import StagesResult
+    from headstart.evidence.timing import Ceilings
 
 
 ELSEWHERE = {"trace": "headstart.cli.bench_trace"}
@@ -69,9 +72,9 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
     default="headstart",
     show_default=True,
     metavar="A,B,...",
-    help="headstart, hopper, triton, torch, reference, fla, flashinfer, flashqla, fa4, sdpa, flex, "
-    "sglang, transformers, or git revisions (HEAD, main~5, main~5:torch). The first is what others "
-    "are compared with.",
+    help="headstart, hopper, triton, torch, reference, reproducible, fla, flashinfer, flashqla, "
+    "fa4, sdpa, flex, sglang, transformers, or git revisions (HEAD, main~5, main~5:torch); each "
+    "also as ARM@CASE, on another case. The first is what others are compared with.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=60, show_default=True)
 @click.option(
@@ -90,6 +93,22 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
     help="Groups of heads whose outputs are checked first.",
 )
 @click.option("--no-noise-floor", is_flag=True, help="Do not enter the first arm twice.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Above 1: compile and check so many cases at once, each in a process of its own, and then "
+    "time them one by one.",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=1),
+    default=3600,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --jobs: of so many cases' preparation, and of the timing of one.",
+)
 @_shared
 @click.pass_context
 def run(
@@ -100,6 +119,8 @@ def run(
     clock: str,
     check: str,
     no_noise_floor: bool,
+    jobs: int,
+    limit: float,
     device: str | None,
     seed: int,
     json_file: str | None,
@@ -107,8 +128,8 @@ def run(
     """Time CASEs under every arm. Exits with 1 if an arm's output is wrong or an arm failed."""
     need("evidence", "pydantic", "numpy")
     from headstart.evidence import runs
-    from headstart.evidence.benching import DeviceLost, Sources, bench_case
-    from headstart.evidence.timing import measure_ceilings
+    from headstart.evidence.arms.sources import Sources
+    from headstart.evidence.bench_jobs import Job, Lost, run_jobs
 
     if check != "all" and not (check.isdecimal() and int(check)):
         raise ValueError(f"check: expected a positive number or all, got {check!r}")
@@ -121,36 +142,75 @@ def run(
     place = _device(device)
     if clock == "graph" and place.type != "cuda":
         raise ValueError(f"clock: graph needs a GPU, not {place}")
+    wanted = [
+        Job(
+            case=case.id,
+            arms=tuple(names),
+            device=str(place),
+            seed=seed,
+            rounds=rounds,
+            clock=clock,
+            groups=None if check == "all" else int(check),
+            noise_floor=not no_noise_floor,
+            # Cases that need the same program then seldom compile it at the same time.
+            first=number if jobs > 1 else 0,
+        )
+        for number, case in enumerate(chosen)
+    ]
     results: list[CaseResult] = []
-    ceilings: dict[str, Any] = {}
+    lost = 0
     with Sources(names) as sources:
-        for number, case in enumerate(chosen):
-            if case.dtype not in ceilings:
-                ceilings[case.dtype] = measure_ceilings(place, case.torch_dtype)
-            try:
-                result = bench_case(
-                    case,
-                    names,
-                    sources,
-                    device=place,
-                    seed=seed,
-                    rounds=rounds,
-                    clock=clock,
-                    groups=None if check == "all" else int(check),
-                    noise_floor=not no_noise_floor,
-                    ceilings=ceilings[case.dtype],
-                    progress=progress(case.id),
-                )
-            except DeviceLost as lost:
-                left = ", ".join(other.id for other in chosen[number + 1 :]) or "no other case"
-                print(f"headstart: {case.id}: {lost}; not run: {left}", file=sys.stderr)
-                sys.exit(1)
+        if jobs > 1:
+            found = run_jobs(wanted, jobs, limit, progress("bench"))
+        else:
+            found = _one_by_one(wanted, sources)
+        for job, result in found:
+            if isinstance(result, Lost):
+                print(f"headstart: {job.case}: {result}", file=sys.stderr)
+                lost += 1
+                continue
             results.append(result)
             _print_case(result)
             if json_file is not None:  # after every case: a run that is cut short is not lost
                 runs.save(json_file, "bench", results, _options(ctx))
     bad = any(arm.status in ("wrong", "failed") for result in results for arm in result.arms)
-    ctx.exit(1 if bad else 0)
+    ctx.exit(1 if bad or lost else 0)
+
+
+def _one_by_one(jobs: Sequence[Job], sources: Sources) -> Iterator[tuple[Job, CaseResult | Lost]]:
+    """Every job with its result, in this process; a lost device ends them."""
+    import torch
+
+    from headstart.evidence.bench_jobs import Lost
+    from headstart.evidence.benching import DeviceLost, bench_case
+    from headstart.evidence.timing import measure_ceilings
+
+    ceilings: dict[str, Ceilings] = {}
+    for number, job in enumerate(jobs):
+        case, device = _case(job.case), torch.device(job.device)
+        if case.dtype not in ceilings:
+            ceilings[case.dtype] = measure_ceilings(device, case.torch_dtype)
+        try:
+            yield (
+                job,
+                bench_case(
+                    case,
+                    job.arms,
+                    sources,
+                    device=device,
+                    seed=job.seed,
+                    rounds=job.rounds,
+                    clock=job.clock,
+                    groups=job.groups,
+                    noise_floor=job.noise_floor,
+                    ceilings=ceilings[case.dtype],
+                    progress=progress(case.id),
+                ),
+            )
+        except DeviceLost as lost:
+            left = ", ".join(other.case for other in jobs[number + 1 :]) or "no other case"
+            yield job, Lost(f"{lost}; not run: {left}")
+            return
 
 
 @command.command()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-import headstart
-from headstart.evidence import arms, revisions
-from headstart.evidence.arms import Arm, MissingPeer, Unfit, ours
-from headstart.evidence.arms.copies import loaded_copy
+from headstart.evidence.arms import Arm, MissingPeer, Unfit
+from headstart.evidence.arms.sources import NOISE, Sources
 from headstart.evidence.cases import Case
 from headstart.evidence.cases.record import Draws
 from headstart.evidence.checking import Accuracy, Truths, check, load_truths
@@ -29,10 +26,9 @@ from headstart.evidence.timing import (
     warm,
 )
 
+Progress = Callable[[str], None]
 ROUNDS = 60
 HOST_ROUNDS = 24
-SOURCE = Path(headstart.__file__).parent
-NOISE = "noise floor"
 REPLAY_TOLERANCE = 1e-2
 
 
@@ -46,7 +42,8 @@ class ArmResult(Record):
     device_ms: a launch of each round, on the device (on a CPU: wall time).
     host_ms, wall_ms: medians of a call on an idle device: until it returned, until it was done.
     median_ms: of device_ms. floor_share: the case's floor over median_ms.
-    ratio: to the first timed arm, paired by round; None for that arm itself.
+    ratio: to the first timed arm, paired by round; None for that arm itself. wall_ratio: the same
+        of wall times; None on a CPU too.
     """
 
     arm: str
@@ -61,6 +58,7 @@ class ArmResult(Record):
     median_ms: float | None = None
     floor_share: float | None = None
     ratio: Ratio | None = None
+    wall_ratio: Ratio | None = None
 
 
 class CaseResult(Record):
@@ -120,64 +118,118 @@ class Entry:
         self.status, self.sentence = status, " ".join(sentence.split())[:400]
 
 
-class Sources:
-    """Copies of the package that arms of other revisions, and the noise floor, run from."""
+class Prepared:
+    """A case whose arms are built, compiled and checked: what is left to do is to time them."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._stack = ExitStack()
-        self._packages: dict[str, str] = {}
-        for name in names:
-            if name not in arms.ARMS and revisions.commit(name.partition(":")[0]) is None:
-                raise ValueError(
-                    f"arm: expected one of {list(arms.ARMS)} or a git revision, got {name!r}"
-                )
+    def __init__(
+        self,
+        case: Case,
+        names: Sequence[str],
+        sources: Sources,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        groups: int | None = 2,
+        noise_floor: bool = True,
+        first: int = 0,
+        progress: Progress = lambda words: None,
+    ) -> None:
+        """Build and check the arms called `names`, the first one entered twice.
 
-    def __enter__(self) -> Sources:
-        return self
+        groups: groups of heads that the outputs are checked in; None: all.
+        first: which arm is built first; those after it follow, then those before it.
+        Raises `DeviceLost` where an arm's fault is the process's end, such as a wild address.
+        """
+        if case.op == "model":
+            raise ValueError(f"case: {case.id} is a whole model; bench runs the operations' cases")
+        if len(set(names)) != len(names):
+            raise ValueError(f"arms: each once, got {', '.join(names)}")
+        self.case, self.seed, self.device = case, seed, device
+        makers = [(name, partial(sources.build, name)) for name in names]
+        if noise_floor:
+            makers.insert(1, (NOISE, partial(sources.build_second, names[0])))
+        self.entries = [Entry(name) for name, _ in makers]
+        references: dict[str, Truths] = {}
+        order = list(range(len(makers)))
+        first %= len(order)
+        with torch.inference_mode(), Draws.once():
+            for at in order[first:] + order[:first]:
+                self._prepare(self.entries[at], makers[at][1], references, groups, progress)
+        # Without the first arm there is nothing that a second one of it would show.
+        if noise_floor and self.entries[0].arm is None:
+            del self.entries[1]
 
-    def __exit__(self, *reason: object) -> None:
-        self._stack.close()
-
-    def build(self, name: str, case: Case, device: torch.device, seed: int) -> Arm:
-        """An arm by name, or of a revision: "main~5", "main~5:torch"."""
-        if name in arms.ARMS:
-            return arms.build(name, case, device, seed)
-        revision, _, implementation = name.partition(":")
-        arm = ours.build(
-            implementation or "headstart", case, device, seed, package=self._revision(revision)
+    def _prepare(
+        self,
+        entry: Entry,
+        make: Callable[..., Arm],
+        references: dict[str, Truths],
+        groups: int | None,
+        progress: Progress,
+    ) -> None:
+        progress(f"building {entry.name}")
+        arm = entry.arm = entry.attempt(
+            "building", self.device, lambda: make(self.case, self.device, self.seed)
         )
-        arm.name = name
-        return arm
+        if arm is None:
+            return
+        progress(f"checking {entry.name}")
+        mine = arm.case or self.case
+        if mine.id not in references:
+            references[mine.id] = load_truths(mine, self.seed, self.device, groups)
 
-    def build_second(self, name: str, case: Case, device: torch.device, seed: int) -> Arm:
-        """The same arm once more, sharing as little with the first as can be."""
-        if name in arms.OURS:
-            package = self._copy("headstart_again", SOURCE)
-            arm = ours.build(name, case, device, seed, package=package)
-            arm.note = f"{name}, separately loaded and compiled"
-        elif name in arms.PEERS:
-            arm = arms.build(name, case, device, seed)
-            arm.note = f"{name} on memory of its own"
-        else:
-            revision, _, implementation = name.partition(":")
-            package = self._revision(revision, again="_again")
-            arm = ours.build(implementation or "headstart", case, device, seed, package=package)
-            arm.note = f"{name}, separately loaded and compiled"
-        arm.name = NOISE
-        return arm
+        def accuracy() -> list[Accuracy]:
+            arm.restore()
+            found = arm.call()
+            synchronize(self.device)
+            return check(arm, mine, arm.outputs(found), references[mine.id])
 
-    def _revision(self, name: str, again: str = "") -> str:
-        found = revisions.commit(name)
-        package = f"headstart_{found}{again}"
-        if package not in self._packages:
-            folder = self._stack.enter_context(revisions.worktree(name))
-            self._copy(package, folder / "src" / "headstart")
-        return package
+        entry.accuracy = entry.attempt("checking", self.device, accuracy) or []
+        if failures := [failure for one in entry.accuracy for failure in one.failures]:
+            entry.fail("wrong", "; ".join(failures))
+        elif entry.arm is not None:
+            entry.attempt("warming up", self.device, partial(_settle, arm, self.device))
 
-    def _copy(self, package: str, source: Path) -> str:
-        if package not in self._packages:
-            self._packages[package] = self._stack.enter_context(loaded_copy(source, package))
-        return package
+    def time(
+        self,
+        rounds: int = ROUNDS,
+        clock: str = "auto",
+        ceilings: Ceilings | None = None,
+        progress: Progress = lambda words: None,
+    ) -> CaseResult:
+        """Launch the arms in turn and compare them.
+
+        ceilings: measured here where they are not given.
+        Raises `DeviceLost` as preparing does.
+        """
+        case, device = self.case, self.device
+        with torch.inference_mode():
+            progress("ceilings")
+            ceilings = ceilings or measure_ceilings(device, case.torch_dtype)
+            try:
+                timed = _time(self.entries, device, rounds, clock, progress)
+            except RuntimeError as error:
+                expect_alive(device, "timing", error)
+                raise
+        floor = case.floor()
+        base = next((e.name for e in self.entries if e.name in timed.launches), None)
+        return CaseResult(
+            case=case.id,
+            op=case.op,
+            device=_described(device),
+            dtype=case.dtype,
+            tokens=case.tokens,
+            seed=self.seed,
+            rounds=rounds,
+            clock=timed.clock,
+            clock_note=timed.note,
+            flushed=timed.flushed,
+            floor_bytes=floor.bytes,
+            floor_operations=floor.operations,
+            floor_ms=ceilings.floor(*floor),
+            ceilings=ceilings,
+            arms=tuple(_result(entry, timed, base, case, ceilings) for entry in self.entries),
+        )
 
 
 def bench_case(
@@ -192,167 +244,54 @@ def bench_case(
     groups: int | None = 2,
     noise_floor: bool = True,
     ceilings: Ceilings | None = None,
-    progress: Callable[[str], None] = lambda words: None,
+    progress: Progress = lambda words: None,
 ) -> CaseResult:
-    """Run one case under the arms called `names`, the first one entered twice.
+    """Run one case under the arms called `names`: `Prepared`, then its `time`."""
+    prepared = Prepared(
+        case, names, sources, device=torch.device(device), seed=seed, groups=groups,
+        noise_floor=noise_floor, progress=progress,
+    )  # fmt: skip
+    return prepared.time(rounds, clock, ceilings, progress)
 
-    groups: groups of heads that the outputs are checked in; None: all.
-    Raises `DeviceLost` where an arm's fault is the process's end, such as a wild address.
+
+@dataclass
+class Timed:
+    """What the clocks said of arms, by name.
+
+    launches: milliseconds on the device, round by round. calls: (host, wall) milliseconds of calls
+    on an idle device, round by round; none on a CPU.
     """
-    if case.op == "model":
-        raise ValueError(f"case: {case.id} is a whole model; bench runs the operations' cases")
-    if len(set(names)) != len(names):
-        raise ValueError(f"arms: each once, got {', '.join(names)}")
-    torch_device = torch.device(device)
-    floor = case.floor()
-    with torch.inference_mode(), Draws.once():
-        progress("ceilings")
-        ceilings = ceilings or measure_ceilings(torch_device, case.torch_dtype)
-        entries = _entries(case, names, sources, torch_device, seed, noise_floor, progress)
-        progress("reference")
-        _check(case, entries, seed, torch_device, groups, progress)
-        try:
-            clock_name, clock_note, flushed, times, calls = _time(
-                [entry for entry in entries if entry.arm is not None],
-                torch_device,
-                rounds,
-                clock,
-                progress,
-            )
-        except RuntimeError as error:
-            expect_alive(torch_device, "timing", error)
-            raise
-    floor_ms = ceilings.floor(floor.bytes, floor.operations)
-    base = next((times[e.name] for e in entries if e.name in times), None)
-    return CaseResult(
-        case=case.id,
-        op=case.op,
-        device=_described(torch_device),
-        dtype=case.dtype,
-        tokens=case.tokens,
-        seed=seed,
-        rounds=rounds,
-        clock=clock_name,
-        clock_note=clock_note,
-        flushed=flushed,
-        floor_bytes=floor.bytes,
-        floor_operations=floor.operations,
-        floor_ms=floor_ms,
-        ceilings=ceilings,
-        arms=tuple(
-            _result(entry, times.get(entry.name), calls.get(entry.name), base, floor_ms)
-            for entry in entries
-        ),
-    )
 
-
-def _entries(
-    case: Case,
-    names: Sequence[str],
-    sources: Sources,
-    device: torch.device,
-    seed: int,
-    noise_floor: bool,
-    progress: Callable[[str], None],
-) -> list[Entry]:
-    entries = []
-    for index, name in enumerate(names):
-        progress(f"building {name}")
-        entry = Entry(name)
-        entry.arm = entry.attempt(
-            "building", device, lambda name=name: _with_sibling(case, name, sources, device, seed)
-        )
-        entries.append(entry)
-        if index == 0 and noise_floor and entry.arm is not None:
-            again = Entry(NOISE)
-            again.arm = again.attempt(
-                "building",
-                device,
-                lambda name=name: sources.build_second(name, case, device, seed),
-            )
-            entries.append(again)
-    return entries
-
-
-def _with_sibling(case: Case, name: str, sources: Sources, device: torch.device, seed: int) -> Arm:
-    """The arm on the case, or on its sibling without sinks where the arm knows none."""
-    try:
-        return sources.build(name, case, device, seed)
-    except Unfit as reason:
-        if not getattr(case, "sinks", False) or "sinks" not in str(reason):
-            raise
-    sibling: Any = case.without_sinks()  # type: ignore[attr-defined]
-    arm = sources.build(name, sibling, device, seed)
-    arm.note = "; ".join(filter(None, ("the case without sinks", arm.note)))
-    arm.kept.append(sibling)
-    return arm
-
-
-def _check(
-    case: Case,
-    entries: list[Entry],
-    seed: int,
-    device: torch.device,
-    groups: int | None,
-    progress: Callable[[str], None],
-) -> None:
-    references: dict[str, Truths] = {}
-    for entry in entries:
-        arm = entry.arm
-        if arm is None:
-            continue
-        progress(f"checking {entry.name}")
-        mine = next((kept for kept in arm.kept if isinstance(kept, Case)), case)
-        if mine.id not in references:
-            references[mine.id] = load_truths(mine, seed, device, groups)
-
-        def accuracy(arm: Arm = arm, mine: Case = mine) -> list[Accuracy]:
-            arm.restore()
-            found = arm.call()
-            synchronize(device)
-            return check(arm, mine, arm.outputs(found), references[mine.id])
-
-        entry.accuracy = entry.attempt("checking", device, accuracy) or []
-        if failures := [failure for one in entry.accuracy for failure in one.failures]:
-            entry.fail("wrong", "; ".join(failures))
+    clock: str = ""
+    note: str = ""
+    flushed: str = ""
+    launches: dict[str, list[float]] = field(default_factory=dict)
+    calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 def _time(
-    entries: list[Entry],
-    device: torch.device,
-    rounds: int,
-    kind: str,
-    progress: Callable[[str], None],
-) -> tuple[str, str, str, dict[str, list[float]], dict[str, tuple[float, float]]]:
-    """Clock, its note, what was flushed; launches by arm; medians of host and wall by arm."""
-    progress("warming up")
-    for entry in entries:
-        if entry.arm is not None:
-            entry.attempt("warming up", device, partial(_settle, entry.arm, device))
+    entries: list[Entry], device: torch.device, rounds: int, kind: str, progress: Progress
+) -> Timed:
     settled = [entry.arm for entry in entries if entry.arm is not None]
     if not settled:
-        return "", "", "", {}, {}
+        return Timed()
+    progress("making the clock")
     clock, graphs, note = make_clock(settled, device, kind)
     _check_replays(entries, graphs)
     running = [(entry.name, entry.arm) for entry in entries if entry.arm is not None]
-    times: dict[str, list[float]] = {name: [] for name, _ in running}
+    timed = Timed(clock.name, note, clock.flushed, {name: [] for name, _ in running})
     for index, order in enumerate(orders(len(running), rounds)):
         progress(f"round {index + 1} of {rounds}")
         found = clock.round([running[at][1] for at in order])
         for at, milliseconds in zip(order, found, strict=True):
-            times[running[at][0]].append(milliseconds)
-    calls = {}
+            timed.launches[running[at][0]].append(milliseconds)
     if device.type == "cuda":
-        both: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in running}
+        timed.calls = {name: [] for name, _ in running}
         for order in orders(len(running), min(rounds, HOST_ROUNDS)):
             for at in order:
                 name, arm = running[at]
-                both[name].append(host_and_wall(arm, device))
-        calls = {
-            name: (median(host for host, _ in pairs), median(wall for _, wall in pairs))
-            for name, pairs in both.items()
-        }
-    return clock.name, note, clock.flushed, times, calls
+                timed.calls[name].append(host_and_wall(arm, device))
+    return timed
 
 
 def _settle(arm: Arm, device: torch.device) -> None:
@@ -388,13 +327,9 @@ def _check_replays(entries: list[Entry], graphs: dict[int, Any]) -> None:
 
 
 def _result(
-    entry: Entry,
-    times: list[float] | None,
-    calls: tuple[float, float] | None,
-    base: list[float] | None,
-    floor_ms: float,
+    entry: Entry, timed: Timed, base: str | None, case: Case, ceilings: Ceilings
 ) -> ArmResult:
-    arm = entry.arm
+    arm, times = entry.arm, timed.launches.get(entry.name)
     if arm is None or times is None or base is None:
         return ArmResult(
             arm=entry.name,
@@ -403,6 +338,8 @@ def _result(
             accuracy=tuple(entry.accuracy),
         )
     middle = median(times)
+    calls = timed.calls.get(entry.name, [])
+    hosts, walls = [host for host, _ in calls], [wall for _, wall in calls]
     return ArmResult(
         arm=entry.name,
         status="timed",
@@ -410,11 +347,14 @@ def _result(
         note=arm.note,
         accuracy=tuple(entry.accuracy),
         device_ms=tuple(times),
-        host_ms=calls[0] if calls else None,
-        wall_ms=calls[1] if calls else None,
+        host_ms=median(hosts) if hosts else None,
+        wall_ms=median(walls) if walls else None,
         median_ms=middle,
-        floor_share=floor_ms / middle,
-        ratio=None if times is base else compare(times, base),
+        floor_share=ceilings.floor(*(arm.case or case).floor()) / middle,
+        ratio=None if entry.name == base else compare(times, timed.launches[base]),
+        wall_ratio=None
+        if entry.name == base or not walls
+        else compare(walls, [wall for _, wall in timed.calls[base]]),
     )
 
 

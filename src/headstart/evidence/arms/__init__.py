@@ -41,6 +41,7 @@ class Arm:
     restore: puts back what a call changed in place; not timed.
     served: the implementation that ran, for headstart's own arms.
     note: what differs from the case as it stands.
+    case: what it computes instead of the case that it is timed on, None: that case.
     kept: objects that must outlive the arm.
     """
 
@@ -50,11 +51,13 @@ class Arm:
     restore: Callable[[], None] = lambda: None
     served: str = ""
     note: str = ""
+    case: Case | None = None
     kept: list[Any] = field(default_factory=list)
 
 
-OURS = ("headstart", "hopper", "triton", "torch", "reference")
-"""Arms of this package: what dispatch picks, or an implementation by name."""
+OURS = ("headstart", "hopper", "triton", "torch", "reference", "reproducible")
+"""Arms of this package: what dispatch picks, an implementation by name, or what dispatch picks
+where every row's bits must be reproducible."""
 
 PEERS = {
     "fla": "headstart.evidence.arms.fla",

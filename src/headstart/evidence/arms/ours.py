@@ -11,6 +11,9 @@ import torch
 from headstart.evidence.arms import Arm, Outputs, Unfit
 from headstart.evidence.cases import Case
 
+PICKED = ("headstart", "reproducible")
+"""Arms whose implementation is dispatch's choice."""
+
 
 def build(
     name: str,
@@ -30,7 +33,9 @@ def build(
     library = importlib.import_module(package)
     if package != "headstart":
         case = importlib.import_module(f"{package}.evidence.cases").get(case.id)
-    implementation = None if name == "headstart" else name
+    options: dict[str, Any] = {} if name in PICKED else {"implementation": name}
+    if name == "reproducible":
+        options["reproducible"] = True
     if case.op == "model":
         raise Unfit(f"{case.id} is a whole model; `headstart prefill` runs models")
     remade = _remaking(library, case, device) if plan_in_call else dict
@@ -38,13 +43,15 @@ def build(
         inputs = case.inputs(seed, device)
         arm = Arm(
             name,
-            lambda: library.extend_attention(**inputs | remade(), implementation=implementation),
+            lambda: library.extend_attention(**inputs | remade(), **options),
             lambda o: {"o": o},
         )
     elif hasattr(case, "conv_width"):
-        arm = _block_arm(package, name, implementation, steps(case, seed, device)[-1])
+        if "reproducible" in options:
+            raise Unfit("a layer's rule runs on a cache, whose rows are reproducible anyway")
+        arm = _block_arm(package, name, options, steps(case, seed, device)[-1])
     else:
-        arm = _rule_arm(library, name, implementation, steps(case, seed, device), remade)
+        arm = _rule_arm(library, name, options, steps(case, seed, device), remade)
     with importlib.import_module(f"{package}.runtime.dispatch").watching() as ran:
         arm.restore()
         arm.call()
@@ -83,13 +90,13 @@ def _remaking(library: Any, case: Any, device: torch.device) -> Callable[[], dic
 def _rule_arm(
     library: Any,
     name: str,
-    implementation: str | None,
+    options: dict[str, Any],
     steps: list[dict],
     remade: Callable[[], dict[str, Any]],
 ) -> Arm:
     *earlier, last = steps
     for step in earlier:
-        library.gated_delta_rule(**step, implementation=implementation)
+        library.gated_delta_rule(**step, **options)
     state: Any = last.get("state")
 
     def outputs(found: Any) -> Outputs:
@@ -106,17 +113,17 @@ def _rule_arm(
 
     return Arm(
         name,
-        lambda: library.gated_delta_rule(**last | remade(), implementation=implementation),
+        lambda: library.gated_delta_rule(**last | remade(), **options),
         outputs,
         _restoring(state),
     )
 
 
-def _block_arm(package: str, name: str, implementation: str | None, block: dict[str, Any]) -> Arm:
+def _block_arm(package: str, name: str, options: dict[str, Any], block: dict[str, Any]) -> Arm:
     run = importlib.import_module(f"{package}.evidence.cases.delta_block").run
     return Arm(
         name,
-        lambda: run(block, implementation=implementation),
+        lambda: run(block, **options),
         lambda normed: {"norm": normed},
         _restoring(block["state"]),
     )

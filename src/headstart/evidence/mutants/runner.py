@@ -30,6 +30,8 @@ PACKAGE = Path(headstart.__file__).parent
 LEAST_LIMIT, SLOWER = 30.0, 10.0
 """A build hangs where a check takes more seconds than this, and than the unedited package so many
 times over."""
+COMPILING = 120.0
+"""`LEAST_LIMIT` on a device: an edited kernel is compiled in its check."""
 FIRST_LIMIT = 600.0
 """Seconds of a check on the unedited package."""
 STARTING = 120.0
@@ -202,13 +204,13 @@ def run_mutant(
     return found
 
 
-def expect_sound(
+def sound_checks(
     mutants: Sequence[Mutant],
     device: str,
     jobs: int,
     package: Path = PACKAGE,
-) -> dict[tuple[str, str], float]:
-    """Seconds of every (implementation, check) on the unedited package; ValueError if one fails.
+) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """Seconds of each (implementation, check) that the unedited package passes; what it fails.
 
     Checks of what the implementation declines are left out: they say nothing.
     """
@@ -219,28 +221,27 @@ def expect_sound(
     parts = [(name, checks[part::jobs]) for name, checks in wanted.items() for part in range(jobs)]
     parts = [(name, checks) for name, checks in parts if checks]
 
-    def sound(part: tuple[str, list[str]]) -> dict[tuple[str, str], float]:
+    def judged(part: tuple[str, list[str]]) -> tuple[str, list[Verdict], list[str]]:
         name, checks = part
         outcome = judge(None, checks, name, device, package=package, everything=True)
-        for verdict in outcome.verdicts:
-            if verdict.failure is not None and not verdict.declined:
-                raise ValueError(
-                    f"mutants: the unedited package fails {verdict.check!r} under {name}: "
-                    f"{verdict.failure}"
-                )
-        if outcome.ended is not None or len(outcome.verdicts) != len(checks):
-            raise ValueError(f"mutants: the unedited package under {name}: {outcome.words}")
-        return {
-            (name, verdict.check): verdict.seconds
+        failures = [
+            f"mutants: the unedited package fails {verdict.check!r} under {name}: {verdict.failure}"
             for verdict in outcome.verdicts
-            if not verdict.declined
-        }
+            if verdict.failure is not None and not verdict.declined
+        ]
+        if unsaid := checks[len(outcome.verdicts) :]:
+            words = f"{', '.join(unsaid)}: {outcome.words}"
+            failures.append(f"mutants: the unedited package under {name} ends in {words}")
+        passed = [verdict for verdict in outcome.verdicts if verdict.failure is None]
+        return name, passed, failures
 
+    seconds: dict[tuple[str, str], float] = {}
+    failures: list[str] = []
     with ThreadPoolExecutor(jobs) as pool:
-        found: dict[tuple[str, str], float] = {}
-        for times in pool.map(sound, parts):
-            found |= times
-    return found
+        for name, passed, sentences in pool.map(judged, parts):
+            seconds |= {(name, verdict.check): verdict.seconds for verdict in passed}
+            failures += sentences
+    return seconds, failures
 
 
 def run_mutants(
@@ -250,12 +251,15 @@ def run_mutants(
     jobs: int = 2,
     spare: Iterator[Mutant] | None = None,
     told: Callable[[Found], None] = lambda found: None,
+    doubted: Callable[[str], None] | None = None,
 ) -> list[Found]:
     """What becomes of every mutant, in order; `told` hears of each as it ends.
 
     jobs: worker processes at a time, each with one thread. spare: generated mutants for those that
-    do not load. Raises ValueError before any work where an edit or an explanation does not apply,
-    and before any mutant where the unedited package fails a check.
+    do not load. doubted: hears of each check that the unedited package fails; no mutant is asked
+    such a check, and one that has no other is left out.
+    Raises ValueError before any work where an edit or an explanation does not apply, and before any
+    mutant where the unedited package fails a check that nobody hears of.
     """
     # One copy for the whole run: nobody's edit of the package reaches into it.
     with edited_copy(None) as folder:
@@ -263,20 +267,27 @@ def run_mutants(
         for mutant in mutants:
             expect_applies(mutant, package)
         expect_current(package / "ops")
-        seconds = expect_sound(mutants, device, jobs, package)
-        drawing = threading.Lock()
+        seconds, failures = sound_checks(mutants, device, jobs, package)
+        for failure in failures:
+            if doubted is None:
+                raise ValueError(failure)
+            doubted(failure)
+        lock = threading.Lock()
+        least = LEAST_LIMIT if device == "cpu" else COMPILING
 
-        def run(drawn: Mutant) -> Found:
+        def run(drawn: Mutant) -> Found | None:
             mine = {
                 check: seconds[drawn.implementation, check]
                 for check in drawn.checks
                 if (drawn.implementation, check) in seconds
             }
+            if not mine and failures:
+                return None
             if not mine:
                 raise ValueError(
                     f"mutants: {drawn.name}: {drawn.implementation} declines each of its checks"
                 )
-            limits = {check: max(LEAST_LIMIT, SLOWER * time) for check, time in mine.items()}
+            limits = {check: max(least, SLOWER * time) for check, time in mine.items()}
             # Nobody said which check reveals a drawn one: the cheapest are asked first.
             order = sorted(mine, key=mine.__getitem__) if drawn.generated else mine
             mutant = replace(drawn, checks=tuple(order))
@@ -285,15 +296,16 @@ def run_mutants(
             except DoesNotLoad:
                 if spare is None or not drawn.generated:
                     raise
-                with drawing:
+                with lock:
                     # Of the same checks, which have shown themselves sound.
                     alike = (one for one in spare if one.checks == drawn.checks)
                     other = next(alike, None)
                 if other is None:
                     raise
                 return run(other)
-            told(found)
+            with lock:
+                told(found)
             return found
 
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(run, mutants))
+            return [found for found in pool.map(run, mutants) if found is not None]

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from headstart.evidence import cases
-from headstart.evidence.benching import NOISE
+from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.cases import Case
 from headstart.evidence.mutants import Found
 from headstart.evidence.report.drawing import (

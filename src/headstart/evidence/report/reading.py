@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from headstart.evidence import runs
 from headstart.evidence.arms import OURS
-from headstart.evidence.benching import NOISE, ArmResult, CaseResult
+from headstart.evidence.arms.sources import NOISE
+from headstart.evidence.benching import ArmResult, CaseResult
 from headstart.evidence.cases import OPERATIONS
 from headstart.evidence.mutants import Found
 from headstart.evidence.simulated_clock import Promise

@@ -1,0 +1,46 @@
+"""Prepares one case, waits for its turn, times it: a process of `headstart.evidence.bench_jobs`.
+
+Reads a `Job` from standard input, prints "ready", waits for a line, prints a `CaseResult`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from headstart.evidence import cases
+from headstart.evidence.arms.sources import Sources
+from headstart.evidence.bench_jobs import READY, Job
+from headstart.evidence.benching import DeviceLost, Prepared
+
+
+def main() -> None:
+    """Do the job on standard input."""
+    job = Job.model_validate_json(sys.stdin.readline())
+    # Whatever arms print, answers alone go to the parent.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with Sources(job.arms) as sources:
+        prepared = Prepared(
+            cases.get(job.case),
+            job.arms,
+            sources,
+            device=torch.device(job.device),
+            seed=job.seed,
+            groups=job.groups,
+            noise_floor=job.noise_floor,
+            first=job.first,
+        )
+        print(READY, file=answers, flush=True)
+        if sys.stdin.readline():  # else the parent is gone
+            result = prepared.time(job.rounds, job.clock)
+            print(result.model_dump_json(), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DeviceLost as lost:
+        sys.exit(str(lost))
