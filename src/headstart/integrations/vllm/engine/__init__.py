@@ -1,0 +1,1 @@
+"""The classes that vLLM's engine constructs. Importing them needs vLLM."""
