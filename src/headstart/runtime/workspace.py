@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from headstart.runtime.checks import expect_place
+from headstart.runtime.handles import Handled
 from headstart.runtime.record import current_record
 
 
-class Workspace:
+class Workspace(Handled):
     """Scratch of one device and one stream of calls; two streams need two workspaces.
 
     A buffer keeps its memory between calls under its name and grows when a call needs more; its
@@ -33,6 +34,7 @@ class Workspace:
         self._memory: dict[str, torch.Tensor] = {}
         self.bound: dict[object, tuple] = {}
         """What others derive from where the buffers lie, by whom; forgotten when one moves."""
+        self.take_handle()
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of `shape` and `dtype` in the memory kept under `name`."""

@@ -11,10 +11,12 @@ import torch
 from headstart.ops.convolution import spec
 from headstart.ops.convolution.signature import convolution_signature, norm_signature
 from headstart.ops.convolution.spec import Convolution
+from headstart.ops.convolution.torch_op import traced_convolution, traced_norm
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.runtime import dispatch
+from headstart.runtime.torch_ops import traced
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -82,6 +84,8 @@ def causal_conv1d(
     ([1.0, 12.0, 23.0], [[[3.0]]])
     """
     arguments = x, weight, bias, schedule, state, snapshots, return_state, activation, out
+    if traced(x):
+        return traced_convolution(*arguments, implementation)
     seen = convolution_signature(*arguments)
     if seen is not None:
         result = dispatch.again(_CONVOLUTION, seen, implementation)
@@ -126,6 +130,8 @@ def rms_norm_gated(
     >>> rms_norm_gated(x, torch.full((2,), 2.5**0.5), gate, eps=0.0, activation="sigmoid")
     tensor([[ 0.6708, -0.8944]])
     """
+    if traced(x):
+        return traced_norm(x, weight, gate, eps, activation, implementation)
     seen = norm_signature(x, weight, gate, eps, activation)
     if seen is not None:
         result = dispatch.again(_NORM, seen, implementation)

@@ -12,7 +12,14 @@ from headstart.ops.extend_attention import merge_spec, spec, write_spec
 from headstart.ops.extend_attention.kv_cache import KVCache
 from headstart.ops.extend_attention.plan import ExtendPlan
 from headstart.ops.extend_attention.signature import signature, write_signature
+from headstart.ops.extend_attention.torch_op import (
+    traced_extend,
+    traced_merge,
+    traced_write,
+    traces_merge,
+)
 from headstart.runtime import dispatch
+from headstart.runtime.torch_ops import traced
 from headstart.runtime.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -96,6 +103,12 @@ def extend_attention(
     >>> o.shape, lse.shape
     (torch.Size([3, 4, 16]), torch.Size([3, 4]))
     """
+    if traced(q):
+        return traced_extend(
+            q, k, v, plan, cache, workspace, out, return_lse, part, scale=scale, window=window,
+            sinks=sinks, softcap=softcap, custom_mask=custom_mask, causal=causal,
+            reproducible=reproducible, implementation=implementation,
+        )  # fmt: skip
     seen = signature(
         q, k, v, plan, cache, scale, window, sinks, softcap, custom_mask, causal, part, return_lse,
         reproducible, workspace, out,
@@ -148,6 +161,8 @@ def merge_attention(
     >>> merge_attention([(o, lse), nothing, (3 * o, lse)])
     (tensor([[[2., 2.]]]), tensor([[0.6931]]))
     """
+    if traces_merge(parts):
+        return traced_merge(parts, sinks, implementation, out)
     call = merge_spec.bind(parts, sinks, out=out)
     return dispatch.run(MERGE_ATTENTION, call, implementation)
 
@@ -182,6 +197,8 @@ def write_kv(
     >>> cache.k[:, 0, 0].tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     """
+    if traced(k):
+        return traced_write(k, v, cache, slots, implementation)
     seen = write_signature(k, v, cache, slots)
     if seen is None or dispatch.again(WRITE_KV, seen, implementation) is dispatch.MISSED:
         dispatch.anew(WRITE_KV, seen, write_spec.bind(k, v, cache, slots), implementation)

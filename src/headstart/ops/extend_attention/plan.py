@@ -26,6 +26,7 @@ from headstart.runtime.checks import (
     positions_of_each,
     shown,
 )
+from headstart.runtime.handles import Handled
 from headstart.runtime.steady import Prepared
 
 Ints = Sequence[int] | torch.Tensor
@@ -42,7 +43,7 @@ class _Options:
     capacity: Sequence[int] | None
 
 
-class ExtendPlan:
+class ExtendPlan(Handled):
     """New tokens of a packed batch on their cached prefixes; shared by all layers of a forward.
 
     Sequence n brings the packed rows offsets[n] to offsets[n + 1]. Its keys are prefix[n] cached
@@ -301,6 +302,7 @@ class ExtendPlan:
                     raise ValueError(f"capacity: expected at most {most} {name}, got {have}")
             if slots is not None:
                 plan.slots = slots.with_room(plan.capacity)
+        plan.take_handle()
         return plan
 
     def update_(self, *args: Any, **kwargs: Any) -> ExtendPlan:
@@ -321,6 +323,7 @@ class ExtendPlan:
             fresh.slots = fresh.slots.stored_in(kept)
         if self.capacity is not None:
             fresh.tables, fresh._on_device = self.tables, self._on_device
+        fresh.handle = self.handle
         self.__dict__.update(fresh.__dict__)
         for build, tensor in self._on_device.items():
             # Pageable memory: staged before the call returns, so the source may go.

@@ -15,6 +15,7 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.signature import signature
 from headstart.ops.gated_delta_rule.spec import GatedDelta
+from headstart.ops.gated_delta_rule.torch_op import traced_rule
 from headstart.runtime import dispatch
 from headstart.runtime.checks import (
     expect_device,
@@ -26,6 +27,7 @@ from headstart.runtime.checks import (
     shown,
 )
 from headstart.runtime.precision import full_float32
+from headstart.runtime.torch_ops import traced
 from headstart.runtime.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -105,6 +107,11 @@ def gated_delta_rule(
     tensor([[[[3.],
               [5.]]]])
     """
+    if traced(q):
+        return traced_rule(
+            "gated_delta_rule", q, k, v, g, beta, schedule, state, gate, snapshots, return_state,
+            scale, qk_l2norm, reproducible, implementation, workspace, out,
+        )  # fmt: skip
     seen = signature(
         q, k, v, g, beta, schedule, state, gate, snapshots, return_state, scale, qk_l2norm,
         reproducible, workspace, out,
@@ -146,6 +153,11 @@ def recurrent_gated_delta_rule(
     >>> float(headstart.recurrent_gated_delta_rule(q, q, 2 * q, None, None).o)
     2.0
     """
+    if traced(q):
+        return traced_rule(
+            "recurrent_gated_delta_rule", q, k, v, g, beta, schedule, state, gate, None,
+            return_state, scale, qk_l2norm, False, implementation, workspace, out,
+        )  # fmt: skip
     seen = signature(
         q, k, v, g, beta, schedule, state, gate, None, return_state, scale, qk_l2norm, False,
         workspace, out,

@@ -154,6 +154,33 @@ class DeltaCache:
         return layout
 
     @property
+    def sizes(self) -> list[int]:
+        """Every number that the constructor took, in its order: what `holding` takes."""
+        return [
+            self.slots, self.H, self.HV, self.K, self.V, int(self.per_channel),
+            self.conv_channels, self.conv_width, self.draft_tokens,
+        ]  # fmt: skip
+
+    @classmethod
+    def holding(
+        cls, sizes: Sequence[int], dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+    ) -> DeltaCache:
+        """A cache of these `sizes` over some tensors of another: nothing is checked or made.
+
+        >>> cache = DeltaCache(4, H=1, HV=2, K=16, V=16, dtype=torch.float32, device="cpu")
+        >>> part = {"state": cache.tensors["state"]}
+        >>> DeltaCache.holding(cache.sizes, cache.dtype, part)
+        DeltaCache(4, H=1, HV=2, K=16, V=16, dtype=torch.float32, device='cpu')
+        """
+        cache = cls.__new__(cls)
+        cache.slots, cache.H, cache.HV, cache.K, cache.V, per_channel, *more = sizes
+        cache.conv_channels, cache.conv_width, cache.draft_tokens = more
+        cache.per_channel, cache.dtype, cache.tensors = bool(per_channel), dtype, tensors
+        cache.device = next(iter(tensors.values())).device
+        cache._seen = (), None
+        return cache
+
+    @property
     def kind(self) -> object:
         """What signatures hold of a cache, beside addresses: see `runtime/steady.py`."""
         held, kind = self._seen

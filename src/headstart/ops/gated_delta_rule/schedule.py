@@ -18,6 +18,7 @@ from headstart.runtime.checks import (
     positions_of_each,
     shown,
 )
+from headstart.runtime.handles import Handled
 
 
 def floor_chunk(position: int) -> int:
@@ -29,7 +30,7 @@ def floor_chunk(position: int) -> int:
     return position // CHUNK * CHUNK
 
 
-class Schedule:
+class Schedule(Handled):
     """Which tokens of a packed batch belong to which sequence, and where each sequence stands.
 
     Sequence n brings the packed rows offsets[n] to offsets[n + 1], which are its tokens
@@ -87,6 +88,7 @@ class Schedule:
             snapshot_every=snapshot_every,
         )
 
+        self.take_handle()
     def update_(
         self,
         lengths: Sequence[int] | torch.Tensor | None = None,

@@ -1,0 +1,65 @@
+"""Operations as ops of PyTorch: what `torch.compile`, `torch.export` and fake tensors are shown.
+
+A public function asks `traced` first. A traced call goes to the op, whose schema holds tensors and
+numbers alone and says which of them it changes; a fake implementation gives the results' shapes.
+When a graph runs, the op puts the objects together again and calls the public function, so compiled
+and eager calls are the same calls. Those that are not traced never meet PyTorch's dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from headstart.runtime import dispatch
+
+
+def traced(tensor: Any) -> bool:
+    """Whether a call on this tensor is being written down instead of computed.
+
+    >>> traced(torch.zeros(1))
+    False
+    """
+    return torch.compiler.is_compiling() or type(tensor) is FakeTensor
+
+
+def define(
+    name: str,
+    schema: str,
+    changed: Iterable[str],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Register `torch.ops.headstart.<name>` for the operation of this name.
+
+    changed: names of the arguments that it changes, marked so in its schema.
+    run: takes the public function, and the op's arguments by name. fake: takes these alone, and
+    makes results of the same shapes, strides and dtypes.
+    """
+
+    def compute(*arguments: Any) -> Any:
+        return run(dispatch.operations()[name].function, **by_name(arguments))
+
+    def imagine(*arguments: Any) -> Any:
+        return fake(**by_name(arguments))
+
+    op = torch.library.custom_op(f"headstart::{name}", compute, mutates_args=changed, schema=schema)
+    op.register_fake(imagine)
+    names = [
+        argument.name for argument in getattr(torch.ops.headstart, name).default._schema.arguments
+    ]
+
+    def by_name(arguments: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(names, arguments, strict=True))
+
+
+def present(like: torch.Tensor, *results: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Results, with an empty tensor in place of those that are not there.
+
+    >>> [x.shape for x in present(torch.ones(2), None, torch.ones(3))]
+    [torch.Size([0]), torch.Size([3])]
+    """
+    return tuple(like.new_empty(0) if x is None else x for x in results)
