@@ -14,7 +14,18 @@ import click
 from headstart.cli import end_interrupted
 from headstart.runtime.declined import Declined
 
-COMMANDS = ("bench", "bundle", "cases", "env", "explain", "prefill", "report", "static", "verify")
+COMMANDS = (
+    "bench",
+    "bundle",
+    "cases",
+    "env",
+    "explain",
+    "prefill",
+    "report",
+    "static",
+    "tune",
+    "verify",
+)
 
 NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """How a group without a command asks for its help; older versions of click print it themselves."""

@@ -287,7 +287,7 @@ def explain(name: str, *args: Any, **kwargs: Any) -> list[tuple[str, bool, str]]
     >>> [row[:2] for row in headstart.explain("gated_delta_rule", q, q, q, None, None)]
     [('torch', True), ('hopper', False), ('triton', False), ('reference', True)]
     """
-    operation, call, _ = _bound(name, args, kwargs)
+    operation, call, _ = bound(name, args, kwargs)
     order = candidates(operation, call.device)
     rest = tuple(other for other in operation.places if other not in order)
     rows = []
@@ -313,11 +313,12 @@ def workspace_bytes(name: str, *args: Any, **kwargs: Any) -> int:
     >>> headstart.workspace_bytes("gated_delta_rule", q, q, q, None, None) > 0
     True
     """
-    operation, call, chosen = _bound(name, args, kwargs)
+    operation, call, chosen = bound(name, args, kwargs)
     return choose(operation, call, chosen).workspace_bytes(call)
 
 
-def _bound(name: str, args: tuple, kwargs: dict) -> tuple[Operation, Call, str | None]:
+def bound(name: str, args: tuple, kwargs: dict) -> tuple[Operation, Call, str | None]:
+    """The operation called `name`, its call with these arguments, and `implementation=`."""
     known = operations()
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"name: expected one of {sorted(known)}, got {shown(name)}")

@@ -1,0 +1,155 @@
+"""`headstart tune`: the fastest configuration of each kernel, as rows of a device's table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from headstart.cli.commands import need, seed_option
+
+if TYPE_CHECKING:
+    from headstart.evidence.tuning.results import Found
+
+OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm_gated")
+WITHIN = 0.05
+"""Regret up to which the rule is as good as a table."""
+
+
+@click.command()
+@click.option("--op", "operation", type=click.Choice(OPERATIONS), required=True)
+@click.option("--cases", "patterns", multiple=True, default=("*",), metavar="PATTERN",
+              help="Ids of `headstart cases list`; small ones by patterns in -small.")  # fmt: skip
+@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
+@click.option("--dtype", default="", metavar="DTYPE", help="In place of the cases' own.")
+@click.option("--shares", default="1", show_default=True, metavar="S,...",
+              help="Of the cases' lengths: 1,0.25 shows whether the ranking moves.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(min=3), default=20, show_default=True)
+@click.option("--walks", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Steps from the rule's towards the fastest.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compilers; one a core.")
+@click.option("--seconds", type=click.FloatRange(min=0), metavar="N",
+              help="Begin no further key after these.")  # fmt: skip
+@seed_option("Of the inputs.")
+@click.option("-o", "--output", metavar="TABLE", help="Written, or its rows replaced by key.")
+@click.option("--json", "json_file", metavar="FILE", help="Write every figure there.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    operation: str,
+    patterns: tuple[str, ...],
+    device: str | None,
+    dtype: str,
+    shares: str,
+    rounds: int,
+    walks: int,
+    jobs: int | None,
+    seconds: float | None,
+    seed: int,
+    output: str | None,
+    json_file: str | None,
+) -> None:
+    """Time configurations of the kernels that an operation's cases launch, and rank them.
+
+    Both files are written after each key, so an interrupted run keeps what it measured.
+    """
+    need("evidence", "pydantic", "numpy")
+    import torch
+
+    from headstart.cli.prefill import progress_bar
+    from headstart.cli.verify import DTYPES, place
+    from headstart.evidence.files import expect_writable
+    from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
+    from headstart.evidence.tuning.sweep import DeviceLost, plan
+    from headstart.runtime.declined import Declined
+    from headstart.runtime.launcher import declines_tensors
+
+    if dtype and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {list(DTYPES)}, got {dtype!r}")
+    where = place(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    points = chosen_points(operation, patterns, _shares(shares), dtype)
+    if sentence := declines_tensors(where, points[0].case.torch_dtype):
+        raise Declined(f"tune on {where}: {sentence}")
+    keep = Kept(options={**ctx.params, "device": str(where)})
+    if output is not None:
+        expect_writable(output, "output")
+        keep.table = table_at(Path(output), where)
+    if json_file is not None:
+        expect_writable(json_file)
+        keep.record = Path(json_file)
+    planned = plan(points, where)
+    if not planned.keys and not planned.left_out:
+        raise ValueError(f"cases: {', '.join(patterns)} launch nothing that is configured")
+    lost = ""
+    with progress_bar(f"tune {operation}", len(planned.keys)) as show:
+        try:
+            left = tune(
+                planned, where, keep, jobs=jobs or len(os.sched_getaffinity(0)), seconds=seconds,
+                count=show, seed=seed, rounds=rounds, walks=walks,
+            )  # fmt: skip
+        except DeviceLost as reason:
+            left, lost = [], str(reason)
+        finally:  # interrupted too: what was measured is shown
+            _print(keep.found)
+    said = [f"left out: {name}: {why}" for name, why in planned.left_out.items()]
+    said += [f"left for want of time: {key}" for key in left]
+    for line in [*said, *([lost] if lost else [])]:
+        click.echo(line)
+    ctx.exit(1 if lost else 0)
+
+
+def _shares(words: str) -> list[float]:
+    try:
+        found = [float(word) for word in words.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < share <= 1 for share in found):
+        raise ValueError(f"shares: expected numbers in (0, 1], with commas between, got {words!r}")
+    return found
+
+
+def _print(found: Sequence[Found]) -> None:
+    from headstart.cli.printing import print_table
+    from headstart.evidence.tuning.results import changes, worst
+
+    if not found:
+        return
+    print_table(
+        ("key", "chosen", "ratio", "second", "rule's regret", "points", "tried", "out"),
+        [_row(one) for one in found],
+    )
+    for one in found:
+        for point in one.points():
+            if point.moved:
+                words = changes(one.chosen.configuration, type(one.rule)(**point.fastest))
+                click.echo(f"moved: {one.key}: on {point.point} {words} is faster by "
+                           f"{point.chosen_regret:.1%}")  # fmt: skip
+        for trial in one.trials:
+            if trial.refused:
+                click.echo(f"out: {one.key}: {changes(one.rule, trial.configuration)}: "
+                           f"{trial.refused}")  # fmt: skip
+    most = worst(found)
+    click.echo(f"rule's regret on the worst point: {most:.1%} ({WITHIN:.0%} is asked for)")
+
+
+def _row(one: Found) -> tuple[object, ...]:
+    from headstart.evidence.tuning.results import changes
+
+    chosen, others = one.chosen, [trial for trial in one.ranked if trial is not one.chosen]
+    second = "-"
+    if others:
+        words = changes(chosen.configuration, others[0].configuration)
+        second = f"{others[0].mean / chosen.mean:.3f} {words}"
+    return (
+        str(one.key),
+        changes(one.rule, chosen.configuration),
+        f"{chosen.mean:.3f}",
+        second,
+        f"{one.regret:.1%}",
+        len(chosen.measured),
+        len(one.trials),
+        sum(bool(trial.refused) for trial in one.trials),
+    )
