@@ -20,11 +20,14 @@ from headstart.cli import main
 from headstart.evidence.cases import profiles
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.profiles import PROCESSORS, calls, profile, reach
+from headstart.ops.extend_attention.triton.config import configuration
+from headstart.runtime import tables
 from headstart.runtime.bundle import Bundle
 from headstart.runtime.bundle_build import build
 from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import TARGETS
+from headstart.runtime.table_files import Device, Key, Row, Table
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
 MOST = 300
@@ -97,6 +100,28 @@ def test_models_share_a_bundle_and_each_has_its_own():
         "extend_kernel", "unified_kernel", "join_kernel", "write_kernel",
     }  # fmt: skip
     assert every.asked[next(iter(second.programs))].startswith("gpt-oss-20b: ")
+
+
+def test_a_bundle_is_built_for_the_rule_and_for_every_table(tmp_path, monkeypatch):
+    """Keys whose rows say what the rule says lead to no further program."""
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    before = reach(TARGETS["cuda:90"], ["tiny-gpt-oss"]).programs
+    key = Key("extend_attention", "extend", (64, 64), torch.float32, 4)
+    rule = configuration(64, 64, torch.float32, windowed=False)
+    for device, target, found in (
+        ("a", "cuda:90", dataclasses.replace(rule, warps=8)),
+        ("b", "cuda:90", rule),
+        ("c", "cuda:100", dataclasses.replace(rule, warps=2)),
+    ):
+        rows = (Row(key, found, {}, None, "3.6.0", "2026-11-30"),)
+        Table(tmp_path / f"{device}.json", Device(device, target), rows).write()
+    after = reach(TARGETS["cuda:90"], ["tiny-gpt-oss"]).programs
+    more = [program for name, program in after.items() if name not in before]
+    assert before.keys() < after.keys()
+    assert {program.options.num_warps for program in more} == {8}
+    assert {program.name for program in more} == {"extend_kernel"}
+    mine = reach(TARGETS["cuda:90"], ["tiny-gpt-oss"], tables=[{key: rows[0].configuration}])
+    assert before.keys() - mine.programs.keys()
 
 
 def test_a_profile_that_does_not_exist_is_an_error():

@@ -118,6 +118,29 @@ def test_a_damaged_module_is_named(equipped, cache):
         file.write_bytes(whole)
 
 
+def test_it_is_built_for_the_pythons_that_will_serve(bundle, tmp_path):
+    other = bundle_host.Python(".cpython-99-x86_64-linux-gnu.so", bundle_host.Python.here().include)
+    assert bundle_host.Python.at(sys.executable) == bundle_host.Python.here()
+    (program,), made = rehearsed().values(), Bundle(tmp_path / "made")
+    compiled = bundle.compiled(program)
+    made.add_launcher(program, compiled, [other])
+    names = sorted(folder.name for folder in (made.path / "host").iterdir())
+    assert len(names) == 2
+    assert all(name.startswith("cpython-99-x86_64-linux-gnu-") for name in names)
+    assert made.has_launcher(program, compiled, [other])
+    assert not made.has_launcher(program, compiled)
+    made.add_launcher(program, compiled)
+    assert made.has_launcher(program, compiled, [other, bundle_host.Python.here()])
+
+
+def test_a_python_that_cannot_be_served_is_named(tmp_path):
+    odd = tmp_path / "python"
+    odd.write_text(f"#!/bin/sh\necho .so {tmp_path}\n")
+    odd.chmod(0o755)
+    with pytest.raises(ValueError, match=f"python: {odd} has no headers in {tmp_path}"):
+        bundle_host.Python.at(str(odd))
+
+
 def test_amd_needs_nothing_of_the_kind(bundle):
     (program,) = rehearsed("hip:gfx942").values()
     assert bundle_host.launcher(program, bundle.compiled(program)) is None

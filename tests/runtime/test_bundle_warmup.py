@@ -77,6 +77,7 @@ def test_the_models_calls_on_the_device_are_what_is_readied(waiting, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bundle_warmup, "target_of", lambda device: headstart_target)
     monkeypatch.setattr(bundle_warmup, "processors", lambda device: 114)
+    monkeypatch.setattr(bundle_warmup, "rows_of", lambda device: {})
     monkeypatch.setattr(
         bundle_warmup, "make_ready", lambda wanted, *rest: given.extend([*wanted, rest])
     )

@@ -31,6 +31,9 @@ def command() -> None:
 )
 @MODELS
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes; one a core.")
+@click.option(
+    "--python", "pythons", multiple=True, metavar="PYTHON", help="That will serve; this one."
+)
 @click.option("-o", "--output", required=True, metavar="DIR", help="Made if it is not there.")
 @click.pass_context
 def build(
@@ -38,6 +41,7 @@ def build(
     targets: tuple[str, ...],
     models: tuple[str, ...],
     jobs: int | None,
+    pythons: tuple[str, ...],
     output: str,
 ) -> None:
     """Compile every program that the models' calls can launch, and keep it in DIR.
@@ -49,15 +53,18 @@ def build(
     from headstart.evidence.static.collect import resolve_targets
     from headstart.runtime.bundle import Bundle
     from headstart.runtime.bundle_build import build
+    from headstart.runtime.bundle_host import Python
     from headstart.runtime.static import TARGETS
 
     bundle, rows, failed = Bundle(Path(output)), [], []
+    serving = [Python.at(python) for python in pythons]
     for target in resolve_targets(targets):
         began = time.perf_counter()
         found = reach(TARGETS[target], models)
         programs = list(found.programs.values())
         with _progress(target) as progress:
-            built = build(bundle, programs, jobs or len(os.sched_getaffinity(0)), progress)
+            most = jobs or len(os.sched_getaffinity(0))
+            built = build(bundle, programs, most, progress, serving)
         broken = [
             f"FAILS for {target}: {program.name}, {found.asked[program.key]}: {error}"
             for program, _, error in built

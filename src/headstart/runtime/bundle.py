@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headstart.runtime import bundle_host
 from headstart.runtime.bundle_files import damaged, place, read
+from headstart.runtime.bundle_host import Python
 from headstart.runtime.bundle_programs import Program
 
 FORMAT = 1
@@ -176,19 +177,22 @@ class Bundle:
         }
         return place(folder, files)
 
-    def add_launcher(self, program: Program, compiled: Any) -> None:
-        """Keep what a program is launched with on an NVIDIA device, for this Python.
+    def add_launcher(self, program: Program, compiled: Any, pythons: Sequence[Python] = ()) -> None:
+        """Keep what a program is launched with on an NVIDIA device, for this Python or for others.
 
         Raises ValueError where there is no C compiler.
         """
         if (source := bundle_host.launcher(program, compiled)) is not None:
-            bundle_host.keep(self.path, source)
-            bundle_host.keep(self.path, bundle_host.driver_module())
+            for python in pythons or (Python.here(),):
+                bundle_host.keep(self.path, source, python)
+                bundle_host.keep(self.path, bundle_host.driver_module(), python)
 
-    def has_launcher(self, program: Program, compiled: Any) -> bool:
-        """Whether what a program is launched with is there for this Python, or not needed."""
+    def has_launcher(self, program: Program, compiled: Any, pythons: Sequence[Python] = ()) -> bool:
+        """Whether what a program is launched with is there for them, or not needed."""
         source = bundle_host.launcher(program, compiled)
-        return source is None or source.folder(self.path).is_dir()
+        return source is None or all(
+            source.folder(self.path, python).is_dir() for python in pythons or (Python.here(),)
+        )
 
 
 def _relocatable(metadata: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from headstart.runtime.bundle import Bundle
+from headstart.runtime.bundle_host import Python
 from headstart.runtime.bundle_programs import Program
 
 
@@ -27,18 +28,26 @@ Progress = Callable[[int, int, str], None]
 
 
 def build(
-    bundle: Bundle, programs: Sequence[Program], jobs: int, progress: Progress | None = None
+    bundle: Bundle,
+    programs: Sequence[Program],
+    jobs: int,
+    progress: Progress | None = None,
+    pythons: Sequence[Python] = (),
 ) -> list[Built]:
     """Compile those of the programs that a bundle lacks, in `jobs` processes, and keep each.
+
+    pythons: those that will launch them on an NVIDIA device; none: this one.
 
     A program that does not compile is told in the result; the others are kept. Raises ValueError
     where the directory cannot be written, where what it holds is damaged, and where the compiler
     takes a process down.
     """
-    lacking = [program for program in programs if not _held(bundle, program)]
+    lacking = [program for program in programs if not _held(bundle, program, pythons)]
     done: list[Built] = []
     # A forked process has the programs already: kernels and layouts need not be written out.
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (bundle, lacking))
+    pool = ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("fork"), _begin, (bundle, lacking, pythons)
+    )
     try:
         futures = [pool.submit(_build, index) for index in range(len(lacking))]
         for future in as_completed(futures):
@@ -58,24 +67,24 @@ def build(
     return done
 
 
-def _held(bundle: Bundle, program: Program) -> bool:
+def _held(bundle: Bundle, program: Program, pythons: Sequence[Python]) -> bool:
     """Whether a program lies there, whole, with what launches it."""
     if not bundle.folder(program).is_dir():
         return False
-    return bundle.has_launcher(program, bundle.compiled(program))
+    return bundle.has_launcher(program, bundle.compiled(program), pythons)
 
 
-_work: tuple[Bundle, Sequence[Program]]
+_work: tuple[Bundle, Sequence[Program], Sequence[Python]]
 
 
-def _begin(bundle: Bundle, programs: Sequence[Program]) -> None:
+def _begin(bundle: Bundle, programs: Sequence[Program], pythons: Sequence[Python]) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
-    _work = bundle, programs
+    _work = bundle, programs, pythons
 
 
 def _build(index: int) -> tuple[int, float, str]:
-    bundle, programs = _work
+    bundle, programs, pythons = _work
     began = time.perf_counter()
     try:
         held = bundle.folder(programs[index]).is_dir()
@@ -85,5 +94,5 @@ def _build(index: int) -> tuple[int, float, str]:
         return index, time.perf_counter() - began, f"{type(error).__name__}: {words[-1][:200]}"
     if not held:
         bundle.add(programs[index], compiled)
-    bundle.add_launcher(programs[index], compiled)
+    bundle.add_launcher(programs[index], compiled, pythons)
     return index, time.perf_counter() - began, ""

@@ -3,7 +3,8 @@
 Triton 3.6 writes one for the types of a kernel's arguments and has the system's C compiler build it
 at the first launch, which takes longer than loading the kernel; another, once on a machine, for
 what it asks the driver. A bundle keeps them for the Python that built it, and lends them to Triton
-where Triton looks first: in its own cache. Another Python builds its own, as without a bundle.
+where Triton looks first: in its own cache. What C makes of such a function depends on Python's
+version; a Python that the bundle has none for builds its own, as without a bundle.
 
     DIR/host/cpython-311-x86_64-linux-gnu-<key>/module.so   and its hash, sha256
 """
@@ -28,6 +29,40 @@ KEY = 32
 """Digits of a key in the name of a folder."""
 
 
+class Python(NamedTuple):
+    """An interpreter that launches: the end of its modules' names, the folder of its headers."""
+
+    suffix: str
+    include: str
+
+    @staticmethod
+    def here() -> Python:
+        """This process's."""
+        return Python(_suffix(), sysconfig.get_paths()["include"])
+
+    @staticmethod
+    def at(program: str) -> Python:
+        """That of an executable; ValueError where it does not run or has no headers.
+
+        >>> Python.at("no-such-python")
+        Traceback (most recent call last):
+            ...
+        ValueError: python: cannot run no-such-python
+        """
+        asked = (
+            "import sysconfig as s; print(s.get_config_var('EXT_SUFFIX'), s.get_paths()['include'])"
+        )
+        try:
+            run = [program, "-c", asked]
+            told = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ValueError(f"python: cannot run {program}") from error
+        found = Python(*told.stdout.split())
+        if not Path(found.include, "Python.h").is_file():
+            raise ValueError(f"python: {program} has no headers in {found.include}")
+        return found
+
+
 class Source(NamedTuple):
     """A module in C: its name and its text, as Triton knows them."""
 
@@ -41,10 +76,10 @@ class Source(NamedTuple):
 
         return hashlib.sha256((self.text + platform_key()).encode()).hexdigest()
 
-    def folder(self, bundle: Path) -> Path:
-        """Where a bundle has it for this Python."""
-        python = _suffix().removesuffix(".so").strip(".")
-        return bundle / "host" / f"{python}-{self.key[:KEY]}"
+    def folder(self, bundle: Path, python: Python | None = None) -> Path:
+        """Where a bundle has it for a Python, this one's by default."""
+        name = (python.suffix if python else _suffix()).removesuffix(".so").strip(".")
+        return bundle / "host" / f"{name}-{self.key[:KEY]}"
 
 
 def _suffix() -> str:
@@ -74,16 +109,16 @@ def driver_module() -> Source | None:
     return Source("cuda_utils", file.read_text())
 
 
-def keep(bundle: Path, source: Source | None) -> None:
-    """Build a module into a bundle, unless it is there.
+def keep(bundle: Path, source: Source | None, python: Python) -> None:
+    """Build a module for a Python into a bundle, unless it is there.
 
     Raises ValueError where there is no C compiler or the directory cannot be written.
     """
-    if source is None or source.folder(bundle).is_dir():
+    if source is None or source.folder(bundle, python).is_dir():
         return
-    module = _built(source)
+    module = _built(source, python)
     digest = hashlib.sha256(module).hexdigest()
-    place(source.folder(bundle), {"module.so": module, "sha256": digest.encode()})
+    place(source.folder(bundle, python), {"module.so": module, "sha256": digest.encode()})
 
 
 def lend(bundle: Path, source: Source | None) -> None:
@@ -103,7 +138,7 @@ def lend(bundle: Path, source: Source | None) -> None:
         kept.put(module, f"{source.name}{_suffix()}", binary=True)
 
 
-def _built(source: Source) -> bytes:
+def _built(source: Source, python: Python) -> bytes:
     """The module, built as Triton builds it, but where the driver may be missing."""
     from triton.backends.nvidia.driver import include_dirs
     from triton.runtime.build import _build
@@ -114,14 +149,13 @@ def _built(source: Source) -> bytes:
         stub, module = Path(folder, "stub.c"), Path(folder, "module.c")
         stub.write_text("".join(f"void {name}(void) {{}}\n" for name in called))
         module.write_text(source.text)
+        headers = [*include_dirs, python.include]  # before those of this process
         try:
             named = ["-Wl,-soname,libcuda.so.1"]
             Path(_build("stub", str(stub), folder, [], [], [], named)).rename(
                 Path(folder, "libcuda.so.1")
             )
-            made = _build(
-                source.name, str(module), folder, [folder], include_dirs, ["libcuda.so.1"], []
-            )
+            made = _build(source.name, str(module), folder, [folder], headers, ["libcuda.so.1"], [])
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             raise ValueError(f"bundle: no C compiler for {source.name}: {error}") from None
         return Path(made).read_bytes()

@@ -13,6 +13,7 @@ from headstart.runtime.bundle_launch import Programs, active_driver, obtain, pro
 from headstart.runtime.bundle_programs import Program
 from headstart.runtime.checks import expect_place
 from headstart.runtime.launcher import current, processors, target_of
+from headstart.runtime.tables import rows_of
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, all, the kernel done last)."""
@@ -58,7 +59,7 @@ def warmup(
     from headstart.evidence.cases.profiles import reach
 
     names = (models,) if isinstance(models, str) else tuple(models)
-    found = reach(target_of(place), names, processors(place))
+    found = reach(target_of(place), names, processors(place), [rows_of(place)])
     return make_ready(found.programs.values(), place, jobs, progress)
 
 

@@ -8,7 +8,7 @@ A profile is what `headstart bundle` compiles for and what `headstart.warmup` re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -25,6 +25,7 @@ from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.declined import Declined
 from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import Target
+from headstart.runtime.tables import Key, tables_for, using
 
 CATALOGUE = "catalogue"
 
@@ -174,20 +175,34 @@ class Reach:
     declined: dict[str, str]
 
 
-def reach(target: Target, names: Sequence[str] = (), processors: int | None = None) -> Reach:
+def reach(
+    target: Target,
+    names: Sequence[str] = (),
+    processors: int | None = None,
+    tables: Sequence[Mapping[Key, Any]] | None = None,
+) -> Reach:
     """The programs that the calls of these profiles (none given: of all) launch on a target.
 
-    processors: those of the device, where it is not the usual one of its target.
+    processors: those of the device, where it is not the usual one of its target. tables: the
+    configurations that apply there, of each kind of device; None: the rule's alone, and those of
+    every table for the target.
     """
+    if tables is None:
+        tables = [{}, *(table.configurations for table in tables_for(target.name))]
     found = Reach({}, {}, {})
     for name, case in [(model, case) for model in names or PROFILES for case in profile(model)]:
-        with rehearsing(target, processors or PROCESSORS[target.name]) as rehearsal:
-            for call in calls(case):
-                try:
-                    call()
-                except Declined as sentences:
-                    found.declined[f"{name}: {case.id}"] = str(sentences)
-        for key, program in programs_of(rehearsal).items():
-            found.programs.setdefault(key, program)
-            found.asked.setdefault(key, f"{name}: {case.id}")
+        asked: dict[Key, Any] = {}
+        for i, rows in enumerate(tables):
+            if i and all(rows.get(key, answer) == answer for key, answer in asked.items()):
+                continue  # nothing that the first one does not launch
+            with using(rows), rehearsing(target, processors or PROCESSORS[target.name]) as run:
+                for call in calls(case):
+                    try:
+                        call()
+                    except Declined as sentences:
+                        found.declined[f"{name}: {case.id}"] = str(sentences)
+            asked = asked or run.asked
+            for key, program in programs_of(run).items():
+                found.programs.setdefault(key, program)
+                found.asked.setdefault(key, f"{name}: {case.id}")
     return found
