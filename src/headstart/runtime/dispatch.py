@@ -197,10 +197,12 @@ def again(
     name: str | None,
     workspace: Workspace | None = None,
     among: dict[Hashable, Prepared | None] | None = None,
+    schedule: Any = None,
 ) -> Any:
     """The result of a call, computed as an earlier one of its signature; MISSED: it needs `anew`.
 
-    among: what was prepared, if the operation does not keep it itself (see `anew`).
+    among: what was prepared, if the operation does not keep it itself (see `anew`). schedule: of
+    the call, if kernels read its tables.
     """
     facts, tensors = signature
     if type(name) not in NAMED:
@@ -210,7 +212,7 @@ def again(
     prepared = known.get((facts, name, memory(addresses)))
     if prepared is None or not prepared.fits(addresses):
         return MISSED
-    result = prepared.run(tensors, addresses, workspace)
+    result = prepared.run(tensors, addresses, workspace, schedule)
     _count(operation.name, prepared.implementation)
     return result
 

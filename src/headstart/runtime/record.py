@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,10 +23,14 @@ class Launched:
 
 @dataclass
 class Record:
-    """What a call launched, and the scratch it took: name -> (shape, dtype, address)."""
+    """What a call launched, and the memory it used beside its arguments and results.
+
+    scratch: name -> (shape, dtype, address). tables: of its schedule, with what builds them.
+    """
 
     launches: list[Launched] = field(default_factory=list)
     scratch: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = field(default_factory=dict)
+    tables: dict[Callable[..., Any], torch.Tensor] = field(default_factory=dict)
 
 
 _recording: ContextVar[Record | None] = ContextVar("recording", default=None)

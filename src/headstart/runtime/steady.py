@@ -15,7 +15,7 @@ compiled kernels straight to the driver's launcher, each with one tuple of argum
 
 Kernels are launched by `launcher.start`, which records, and take scratch from a `Workspace`. A
 record is of use if every address that a kernel was given is that of a tensor of the signature, of
-an output or of scratch. Where it is not, and where Triton does not offer a launcher that can be
+an output, of scratch, or of a table that the call's schedule is asked for again. Where it is not, and where Triton does not offer a launcher that can be
 called so (the interpreter), calls go the long way each time. Prepared calls never change, so
 threads may share them; descriptors of scratch belong to the workspace that holds it.
 """
@@ -299,7 +299,7 @@ class Prepared:
     """
 
     __slots__ = (
-        "_apart", "_build", "_device", "_given", "_outputs", "_returned", "_several",
+        "_apart", "_build", "_device", "_given", "_outputs", "_returned", "_several", "_tables",
         "implementation", "program",
     )  # fmt: skip
 
@@ -347,6 +347,14 @@ class Prepared:
             for j in range(len(tensors))
             if i != j
         )
+        # In the order of `run`: tensors, outputs, places in tables.
+        self._tables: list[tuple[Callable[..., torch.Tensor], list[int]]] = []
+        for build, table in record.tables.items():
+            begin, size = table.data_ptr(), _bytes(table)
+            places = sorted(_pointers(record) - set(addresses))
+            shifts = [place - begin for place in places if begin <= place < begin + size]
+            self._tables.append((build, shifts))
+            addresses += [begin + shift for shift in shifts]
         self.program = Program(record, addresses, [x.data_ptr() for x in kept])
 
     def fits(self, addresses: list[int]) -> bool:
@@ -362,14 +370,18 @@ class Prepared:
         return not self.program.heard()
 
     def run(
-        self, tensors: list[torch.Tensor], addresses: list[int], workspace: Workspace | None
+        self,
+        tensors: list[torch.Tensor],
+        addresses: list[int],
+        workspace: Workspace | None,
+        schedule: Any = None,
     ) -> Any:
         """The result of a call; workspace None: that of this thread and stream."""
         program, device = self.program, self._device
         driver = program.driver
         if self._several and driver.get_current_device() != device.index:
             with torch.cuda.device(device):
-                return self.run(tensors, addresses, workspace)
+                return self.run(tensors, addresses, workspace, schedule)
         stream = driver.get_current_stream(device.index)
         results = self._returned.copy()
         for place, i in self._given:
@@ -381,12 +393,25 @@ class Prepared:
                 x[written:].zero_()
             results[place] = x
             addresses.append(x.data_ptr())
+        for build, shifts in self._tables:
+            begin = schedule.on_device(build).data_ptr()
+            addresses += [begin + shift for shift in shifts]
         if not program.scratch:
             workspace = None
         elif workspace is None:
             workspace = workspace_of(device, stream)
         program.run(stream, addresses, workspace)
         return self._build(results)
+
+
+def _pointers(record: Record) -> set[int]:
+    """Addresses that kernels were given."""
+    return {
+        argument.data_ptr()
+        for launched in record.launches
+        for argument in launched.arguments
+        if hasattr(argument, "data_ptr")
+    }
 
 
 def _alone(results: list[Any]) -> Any:

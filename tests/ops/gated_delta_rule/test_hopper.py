@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from headstart import DeltaCache, Gate, Pool, Schedule  # noqa: E402
 from headstart.ops.gated_delta_rule import spec  # noqa: E402
 from headstart.ops.gated_delta_rule.hopper import call as hopper  # noqa: E402
-from headstart.ops.gated_delta_rule.passes import launch  # noqa: E402
+from headstart.ops.gated_delta_rule.passes import launch, scratch  # noqa: E402
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
          torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
@@ -61,6 +61,7 @@ def cached(*lengths, drafts=0, **schedule):
 CALLS = {
     "plain": lambda: (inputs(100, 1, 2), {"return_state": True}),
     "long": lambda: (inputs(5120, 16, 32), {}),
+    "few heads": lambda: (inputs(8192, 2, 8), {}),
     "many short": lambda: (inputs(1280, 16, 32), {"schedule": [64] * 20}),
     "many": lambda: (inputs(20 * 320, 8, 16), {"schedule": [320] * 20}),
     "one head, a state": lambda: (
@@ -99,8 +100,14 @@ CALLS = {
 }
 
 
-FORMS = {"long": (3, 1, 68), "many short": (1, 1, 0), "many": (3, 2, 0)}
-"""Stages, groups and preparers of the scan; for all other calls 3, 1 and 0."""
+FORMS = {
+    "long": [(3, 1, 68, False)],
+    "few heads": [(3, 2, 0, True), (3, 1, 0, False)],
+    "many short": [(1, 1, 0, False)],
+    "many": [(3, 2, 0, False)],
+}
+"""Stages, groups and preparers of scans, and whether they find maps; for all other calls one of
+3, 1, 0, which does not."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -111,17 +118,20 @@ def test_what_a_call_launches_compiles(monkeypatch, name):
         found.append(compiled(kernel, given, **options))
         launched.append(kernel.__name__)
         if kernel is hopper.scan_kernel:
-            forms.append((given["STAGES"], given["GROUPS"], given["PREPARERS"]))
+            names = "STAGES", "GROUPS", "PREPARERS", "MAPS"
+            forms.append(tuple(given[name] for name in names))
 
     monkeypatch.setattr(launch, "start", lambda *a, **k: None)
     monkeypatch.setattr(hopper, "start", compile)
-    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    for module in (hopper, scratch):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
     tensors, options = CALLS[name]()
     arguments = dict.fromkeys(("schedule", "state", "snapshots", "scale", "reproducible"))
     arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
     arguments |= {"workspace": None, "out": None} | options
     hopper.run(spec.bind(*tensors, **arguments))
     # A long sequence is prepared beside its scan, by processors that the scan leaves free.
-    assert forms == [FORMS.get(name, (3, 1, 0))]
-    assert launched == (["prepare_kernel"] if forms[0][2] == 0 else []) + ["scan_kernel"]
+    assert forms == FORMS.get(name, [(3, 1, 0, False)])
+    before = [] if forms[0][2] else ["prepare_kernel"]
+    assert launched == before + ["scan_kernel"] * len(forms)
     assert all("wgmma" in kernel.asm["ptx"] for kernel in found)

@@ -14,14 +14,16 @@ _mutant = partial(
 )
 SCAN = "gated_delta_rule/hopper/scan.py"
 PREPARE = "gated_delta_rule/hopper/prepare.py"
+TILES = "gated_delta_rule/hopper/tiles.py"
+RESULTS = "gated_delta_rule/hopper/results.py"
 
 MUTANTS = (
     _mutant(
         name="hopper-carry-scaled",
         fault="The state is scaled by 0.99 from span to span.",
         file=SCAN,
-        old="        store_state(S, carry +",
-        new="        store_state(S * 0.99, carry +",
+        old="        store_state(S, kept, ck, cv, V, 1)",
+        new="        store_state(S * 0.99, kept, ck, cv, V, 1)",
         checks=("rule many spans of 128",),
     ),
     _mutant(
@@ -69,7 +71,7 @@ MUTANTS = (
         name="hopper-neighbour-rows-written",
         fault="A chunk's rows past its sequence are written over the next one's.",
         pitfall=8,
-        file=SCAN,
+        file=RESULTS,
         old="            mask=((rows >= lower) & (rows < upper))[:, None],",
         new="            mask=(rows >= lower)[:, None],",
         checks=("rule of 128",),
@@ -94,7 +96,7 @@ MUTANTS = (
     _mutant(
         name="hopper-tiles-read-early",
         fault="The scan does not wait for tiles that are prepared beside it.",
-        file=SCAN,
+        file=TILES,
         old="        missing = there & (found < READY)\n        if LEAD",
         new="        missing = there & (found < 0)\n        if LEAD",
         checks=("rule beside of 128",),

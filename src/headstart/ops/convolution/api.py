@@ -88,7 +88,7 @@ def causal_conv1d(
         return traced_convolution(*arguments, implementation)
     seen = convolution_signature(*arguments)
     if seen is not None:
-        result = dispatch.again(_CONVOLUTION, seen, implementation)
+        result = dispatch.again(_CONVOLUTION, seen, implementation, schedule=schedule)
         if result is not dispatch.MISSED:
             return result
     return dispatch.anew(_CONVOLUTION, seen, spec.bind(*arguments), implementation)

@@ -47,7 +47,6 @@ def convolution_signature(
         bias is None, out is None, return_state, activation, schedule.device, step,
         of_state, of_snapshots, *map(layout, tensors[:given]),
     )  # fmt: skip
-    tensors.append(schedule.on_device(step_table))
     return facts, tensors
 
 

@@ -117,7 +117,7 @@ def gated_delta_rule(
         reproducible, workspace, out,
     )  # fmt: skip
     if seen is not None:
-        result = dispatch.again(_CHUNKED, seen, implementation, workspace)
+        result = dispatch.again(_CHUNKED, seen, implementation, workspace, schedule=schedule)
         if result is not dispatch.MISSED:
             return result
     call = spec.bind(
@@ -163,7 +163,7 @@ def recurrent_gated_delta_rule(
         workspace, out,
     )  # fmt: skip
     if seen is not None:
-        result = dispatch.again(_RECURRENT, seen, implementation, workspace)
+        result = dispatch.again(_RECURRENT, seen, implementation, workspace, schedule=schedule)
         if result is not dispatch.MISSED:
             return result
     call = _bind_recurrent(

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from headstart.ops.gated_delta_rule.chunk_table import CHUNK
+from headstart.ops.gated_delta_rule.cutting import CHUNK
 from headstart.runtime.checks import (
     INT32_MAX,
     expect_int,
@@ -19,6 +19,7 @@ from headstart.runtime.checks import (
     shown,
 )
 from headstart.runtime.handles import Handled
+from headstart.runtime.record import current_record
 
 
 def floor_chunk(position: int) -> int:
@@ -79,6 +80,7 @@ class Schedule(Handled):
         self.capacity = None if capacity is None else _capacity(capacity)
         self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
         self._facts: tuple[int, int, int, int, bool, tuple[int, int, int] | None] | None = None
+        self._chunks: dict[bool, int] = {}
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -87,8 +89,8 @@ class Schedule(Handled):
             snapshot_positions=snapshot_positions,
             snapshot_every=snapshot_every,
         )
-
         self.take_handle()
+
     def update_(
         self,
         lengths: Sequence[int] | torch.Tensor | None = None,
@@ -148,6 +150,7 @@ class Schedule(Handled):
         self.offsets, self.lengths, self.starts = offsets, steps, starts
         self.drafts, self.snapshot_positions = flags, kept
         self._facts = None
+        self._chunks.clear()
         if self.capacity is None:
             self._on_device.clear()
         for build, tensor in self._on_device.items():
@@ -185,6 +188,29 @@ class Schedule(Handled):
             self._facts = self.N, self.T, self.M, drafts, earlier, self.capacity
         return self._facts
 
+    def chunk_spans(self, drafting: bool) -> list[tuple[int, int]]:
+        """First chunk of each sequence that a step computes, and the one after its last.
+
+        drafting: whether the states' cache takes drafts: then one chunk more, see `chunk_table`.
+        """
+        spans = []
+        for start, length in zip(self.starts, self.lengths, strict=True):
+            opening = start // CHUNK
+            first = opening - 1 if drafting and opening > 0 else opening
+            spans.append((first, -(-(start + length) // CHUNK) if length else opening))
+        return spans
+
+    def chunk_count(self, drafting: bool) -> int:
+        """Chunks of a step, or of all that the capacity has room for."""
+        if drafting not in self._chunks:
+            if self.capacity is None:
+                count = sum(last - first for first, last in self.chunk_spans(drafting))
+            else:
+                room, tokens, _ = self.capacity
+                count = tokens // CHUNK + room * (3 if drafting else 2)
+            self._chunks[drafting] = count
+        return self._chunks[drafting]
+
     def on_device(self, build: Callable[[Schedule], list[int]]) -> torch.Tensor:
         """The integers that `build` makes of this schedule, int32 on its device, kept.
 
@@ -202,6 +228,8 @@ class Schedule(Handled):
             with torch.inference_mode(False):
                 values = torch.tensor(build(self), dtype=torch.int32)
                 self._on_device[build] = values.to(self.device, non_blocking=True)
+        if (record := current_record()) is not None:
+            record.tables[build] = self._on_device[build]
         return self._on_device[build]
 
     def slot_count(self, count: int, axis: int) -> int:

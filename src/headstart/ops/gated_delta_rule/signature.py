@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
-from headstart.ops.gated_delta_rule.chunk_table import chunk_table
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
@@ -63,15 +62,14 @@ def signature(
     if of_state is REFUSED or of_snapshots is REFUSED or not plain(tensors[:given]):
         return None
     cached = type(state) is CacheSlots
-    table = chunk_table(schedule, cached, cached and state.cache.draft_tokens > 0)
+    chunks = schedule.chunk_count(cached and state.cache.draft_tokens > 0)
     facts = (
         g is None, beta is None, a_log is None, dt_bias is None, out is None,
         gate.kind, gate.beta, gate.lower_bound, return_state, scale, qk_l2norm, reproducible,
-        None if workspace is None else workspace.device, schedule.device, step, table.chunks,
+        None if workspace is None else workspace.device, schedule.device, step, chunks,
         of_state, of_snapshots,
         *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors[:given]],
     )  # fmt: skip
-    tensors += (table.sequences, table.items)
     return facts, tensors
 
 

@@ -47,10 +47,10 @@ SHORT = 4
 """Chunks of a sequence, on average, up to which nothing is worth copying ahead."""
 PREPARE_REGISTERS = 168
 """Three programs of the pass before on a multiprocessor."""
-STEP, WAITING_STEP, TILE, START = 1.16, 1.35, 2.4, 20.0
-"""Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; the same
-where it waits for tiles made meanwhile; preparing a tile, of one processor; until the first tile is
-there and the last chunk through.
+STEP, WIDE_STEP, WAITING_STEP, TILE, START = 1.16, 1.78, 1.35, 2.4, 20.0
+"""Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; in its
+wide form, of two blocks; where it waits for tiles made meanwhile; preparing a tile, of one
+processor; until the first tile is there and the last chunk through.
 """
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -75,7 +75,12 @@ def declines(call: GatedDeltaCall) -> str | None:
 
 def workspace_bytes(call: GatedDeltaCall) -> int:
     """Scratch of `run`, exactly."""
-    return Plan.of(call, edges=True).bytes
+    return _plan(call).bytes
+
+
+def _plan(call: GatedDeltaCall) -> Plan:
+    _, HV, _, V = call.sizes
+    return Plan.of(call, gathers=True, programs=V // COLUMNS * HV)
 
 
 def run(call: GatedDeltaCall) -> GatedDelta:
@@ -86,7 +91,7 @@ def run(call: GatedDeltaCall) -> GatedDelta:
     # cache, and so its bits, must not depend on strides.
     call = replace(call, q=_aligned(call.q), k=_aligned(call.k), v=_aligned(call.v))
     stores = Stores.allocate(call, torch.float32)
-    plan = Plan.of(call, edges=True)
+    plan = _plan(call)
     if plan.facts.sequences:
         o = stores.o if aligned_rows(stores.o) else _packed(stores.o)
         launch(call, replace(stores, o=o), plan, _scan, _prepare)
@@ -106,11 +111,11 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 def _preparers(given: Given) -> int:
     """Processors that prepare chunks beside a scan that leaves them free; 0: a launch before it."""
-    HV, chunks = given["HV"], given["last_item"] - given["first_item"]
+    HV, chunks = given["HV"], given["items_there"]
     there = processors(given["q"].device)
     left = there - given["V"] // COLUMNS * HV * given["N"]
     # Chunks are prepared sequence after sequence: more than one would wait for each other.
-    if given["N"] > 1 or left <= 0:
+    if given["N"] > 1 or given["SEGMENTS"] > 1 or left <= 0:
         return 0
     meanwhile = START + chunks * max(WAITING_STEP, TILE * HV / left)
     return left if meanwhile < chunks * (STEP + TILE * HV / there) else 0
@@ -141,7 +146,7 @@ def _prepare(given: Given, items: int) -> None:
     )
 
 
-def _scan(given: Given, sequences: int) -> None:
+def _scan(given: Given, pieces: int) -> None:
     K, V, HV = given["K"], given["V"], given["HV"]
     T, tiles = given["T"], given["TILES"]
     own = _rows(given)
@@ -149,14 +154,13 @@ def _scan(given: Given, sequences: int) -> None:
         "q_chunks": _described(given["q_tiles"], K) if tiles else own["q_rows"],
         "k_chunks": _described(given["k_tiles"], K) if tiles else own["k_rows"],
         "o_rows": _described(given["o"] if given["q"].shape[0] else T, COLUMNS),
-        "k_edge_tiles": _described(T if tiles else given["k_edges"], K),
-        "v_edge_tiles": _described(given["v_edges"] if given["CACHED"] else T, COLUMNS),
     }  # fmt: skip
-    programs, preparers = V // COLUMNS * HV * sequences, _preparers(given)
+    preparers = _preparers(given)
+    programs, there = V // COLUMNS * HV * pieces, processors(given["q"].device)
     form = FORMS["deep"]
-    if programs > 3 * processors(given["q"].device):
-        chunks = given["last_item"] - given["first_item"]
-        form = FORMS["short" if chunks <= SHORT * sequences else "wide"]
+    if -(-programs // there) * STEP > -(-programs // (2 * there)) * WIDE_STEP:
+        short = given["items_there"] <= SHORT * pieces
+        form = FORMS["short" if short and programs > 3 * there else "wide"]
     own |= {
         "BV": COLUMNS, "STAGES": form.stages, "GROUPS": form.groups, "PREPARERS": preparers,
     }  # fmt: skip

@@ -20,6 +20,7 @@ finite is what its product with zeros says.
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false
+# ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -139,8 +140,8 @@ def inverse_norms(x):
 
 @gluon.jit
 def gather_keys(
-    q, k, q_tiles, k_tiles, k_edges, tail_k, q_tile, k_tile, source, low, start, end, held, stands,
-    slot, local, edge, head, key_head, q_token, q_head, k_token, k_head,
+    q, k, q_tiles, k_tiles, tail_k, q_tile, k_tile, source, low, start, end, held, stands,
+    slot, local, head, key_head, q_token, q_head, k_token, k_head,
     tail_k_slot, tail_k_head, tail_rows, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -166,23 +167,21 @@ def gather_keys(
         kk = gl.where(old, gl.load(kept, mask=old, other=0.0), kk)
     k_tile.store(kk)
     q_tile.store(qq)
-    lines = rows[:, None] * K + columns[None, :]
-    if head % (HV // H) == 0:
-        if TILES:
+    if TILES:
+        if head % (HV // H) == 0:
+            lines = rows[:, None] * K + columns[None, :]
             tile = (local * H + key_head).to(gl.int64) * (64 * K)
             gl.store(k_tiles + tile + lines, kk)
             gl.store(q_tiles + tile + lines, qq)
-        else:
-            gl.store(k_edges + (edge * H + key_head) * (64 * K) + lines, kk)
 
 
 @gluon.jit
 def gather_values(
-    v, v_edges, tail_v, v_tile, first_column: gl.constexpr, source, low, start, end, held, stands,
-    slot, edge, head, v_token, v_head, tail_v_slot, tail_v_head, tail_rows,
-    HV: gl.constexpr, V: gl.constexpr, CACHED: gl.constexpr,
+    v, tail_v, v_tile, first_column: gl.constexpr, source, low, start, end, held, stands,
+    slot, head, v_token, v_head, tail_v_slot, tail_v_head, tail_rows,
+    V: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """64 columns of v's rows, those of a tail included, to shared memory, and to v_edges."""
+    """64 columns of v's rows, those of a tail included, to shared memory."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     columns = first_column + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
@@ -195,9 +194,6 @@ def gather_values(
         kept = tail_v + slot * tail_v_slot + head * tail_v_head
         kept += (at % tail_rows)[:, None] * V + columns[None, :]
         vv = gl.where(old, gl.load(kept, mask=old, other=0.0), vv)
-        if low < start:
-            lines = rows[:, None] * V + columns[None, :]
-            gl.store(v_edges + (edge * HV + head) * (64 * V) + lines, vv)
     v_tile.store(vv)
 
 
@@ -286,7 +282,7 @@ def prepare_item(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     (
         T, P, T_rows, P_rows,
-        q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+        q, k, v, q_tiles, k_tiles, tail_k, tail_v,
         sums, from_start, strengths, clean, base, sequences, items, slots,
         first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
         tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
@@ -303,7 +299,6 @@ def prepare_item(
     row = gl.load(sequences + n * 8)
     start = gl.load(sequences + n * 8 + 1)
     end = start + gl.load(sequences + n * 8 + 2)
-    begin = gl.load(sequences + n * 8 + 4)
     source = row + low - start
     held = False
     slot = gl.to_tensor(0).to(gl.int64)
@@ -314,7 +309,6 @@ def prepare_item(
         slot = gl.maximum(slot, 0)
         stands = gl.load(base + n * HV + head)
     whole = (low >= start) & (low + 64 <= end)
-    edge = (2 * n + gl.where(item > begin, 1, 0)).to(gl.int64)
 
     # Gates arrive while tiles do.
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
@@ -327,16 +321,16 @@ def prepare_item(
     rest_j = gl.load(sums + two + HV * 64 + j)
     if TILES or not whole:
         gather_keys(
-            q, k, q_tiles, k_tiles, k_edges, tail_k, q_tile, k_tile, source, low, start, end, held,
-            stands, slot, local, edge, head, key_head, q_token, q_head, k_token, k_head,
+            q, k, q_tiles, k_tiles, tail_k, q_tile, k_tile, source, low, start, end, held,
+            stands, slot, local, head, key_head, q_token, q_head, k_token, k_head,
             tail_k_slot, tail_k_head, tail_rows, H, HV, K, NORMALISE, CACHED, TILES,
         )  # fmt: skip
         if not whole:
             for half in gl.static_range(2):
                 gather_values(
-                    v, v_edges, tail_v, halves.index(half), half * 64, source, low, start, end,
-                    held, stands, slot, edge, head, v_token, v_head,
-                    tail_v_slot, tail_v_head, tail_rows, HV, V, CACHED,
+                    v, tail_v, halves.index(half), half * 64, source, low, start, end,
+                    held, stands, slot, head, v_token, v_head,
+                    tail_v_slot, tail_v_head, tail_rows, V, CACHED,
                 )  # fmt: skip
         fence_async_shared()
         gl.thread_barrier()
@@ -421,7 +415,7 @@ def prepare_item(
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def prepare_kernel(
     q_rows, k_rows, v_rows, T, P,
-    q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+    q, k, v, q_tiles, k_tiles, tail_k, tail_v,
     sums, from_start, strengths, clean, base, sequences, items, slots,
     first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
     tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
@@ -430,9 +424,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """One program per (value head, item); q_rows .. P are descriptors.
 
-    TILES: gathered, normalised rows of q and k are kept for the scan; else k of chunks that hold
-    other rows beside those of their sequence [2 N, H]. With a cache, v of chunks that begin with
-    rows of a tail [2 N, HV].
+    TILES: gathered, normalised rows of q and k are kept for the scan.
     """
     head = gl.program_id(0)
     local = gl.program_id(1)
@@ -443,7 +435,7 @@ def prepare_kernel(
     rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
     given = (
         T, P, q, q,
-        q, k, v, q_tiles, k_tiles, k_edges, v_edges, tail_k, tail_v,
+        q, k, v, q_tiles, k_tiles, tail_k, tail_v,
         sums, from_start, strengths, clean, base, sequences, items, slots,
         first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
         tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
@@ -463,7 +455,7 @@ def prepare_items(
     NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Heads of `count` items, every step-th from `first` on, beside a scan that waits for them."""
-    items, sequences, base, first_item = given[19], given[18], given[17], given[21]
+    items, sequences, base, first_item = given[17], given[16], given[15], given[19]
     phase = gl.to_tensor(0)
     if first < count * HV:
         item = first_item + first // HV

@@ -17,7 +17,7 @@ from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.runtime.static import StaticKernel, Target
 
 SCAN = {"q_chunks": 128, "k_chunks": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64,
-        "k_edge_tiles": 128, "v_edge_tiles": 64, "q_rows": 128, "k_rows": 128}  # fmt: skip
+        "q_rows": 128, "k_rows": 128}  # fmt: skip
 PREPARE = {"q_rows": 128, "k_rows": 128, "v_rows": 64, "T": 64, "P": 64}
 """Arguments that are descriptors -> columns of their blocks."""
 ROWS = {
@@ -27,8 +27,6 @@ ROWS = {
     "o",
     "q_tiles",
     "k_tiles",
-    "k_edges",
-    "v_edges",
     "T_rows",
     "P_rows",
     "tail_k",
@@ -36,10 +34,10 @@ ROWS = {
 }
 FLOATS = {"from_start", "to_end", "sums", "log_decays", "strengths", "carry", "old_state",
           "new_state", "snapshots", "tail_decay", "tail_beta"}  # fmt: skip
-INTEGERS = {"clean", "base", "sequences", "items", "slots", "read_slots", "write_slots",
+INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
             "tail_end"}  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "tail_rows"}
+ODD = {"first_item", "first_piece", "items_there", "tail_rows"}
 
 
 def kernels(target: Target) -> list[StaticKernel]:
@@ -57,19 +55,21 @@ def kernels(target: Target) -> list[StaticKernel]:
         name = f"prepare_hopper-K128-V128-{suffix}"
         options = {"maxnreg": PREPARE_REGISTERS}
         found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
-        for form, preparers in (*((form, 0) for form in FORMS), ("deep", 68)):
+        plain = [(form, 0, False) for form in FORMS] + [("deep", 68, False)]
+        only_plain = [] if cached else [("deep", 0, True), ("wide", 0, True)]
+        for form, preparers, maps in plain + only_plain:
             stages, groups, registers = FORMS[form]
             own = common | {
                 "BV": COLUMNS, "STAGES": stages, "GROUPS": groups,
-                "PREPARERS": preparers,
+                "PREPARERS": preparers, "MAPS": maps,
                 "NORMALISE": cached,
                 "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
                 "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1, "snap_k": 128, "snap_v": 1,
             }  # fmt: skip
-            beside = "-beside" if preparers else ""
-            name = f"scan_hopper-K128-V128-{form}{beside}-{suffix}"
+            kind_of = "-beside" if preparers else "-maps" if maps else ""
+            name = f"scan_hopper-K128-V128-{form}{kind_of}-{suffix}"
             options = {"maxnreg": registers}
             found.append(_kernel(name, scan_kernel, SCAN, own, kind, dtype, options))
     return found

@@ -14,6 +14,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
+from headstart.ops.gated_delta_rule.cutting import Cut
 from headstart.ops.gated_delta_rule.passes.channel import (
     channel_configuration,
     prepare_channels_kernel,
@@ -25,6 +26,7 @@ from headstart.ops.gated_delta_rule.passes.config import (
     prepare_configuration,
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
+from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining
 from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.passes.scratch import Plan
 from headstart.ops.gated_delta_rule.pool import Pool
@@ -55,18 +57,24 @@ def launch(
     scan: Callable[[Given, int], None],
     prepare: Callable[[Given, int], None] | None = None,
 ) -> None:
-    """Launch the passes of every span: decays, prepare, scan.
+    """Launch the passes of every span: decays, prepare, maps and their join for segments, scan.
 
-    scan: launches the last one, scan(given, sequences). prepare: launches another in place of the
+    scan: launches the last one, scan(given, pieces). prepare: launches another in place of the
     portable one where a head has one decay, prepare(given, items).
     """
     with current(call.device):
         given = _arguments(call, stores, plan) | state_arguments(call, stores)
-        for parity, (first, last) in enumerate(plan.spans):
-            given |= {"first_item": first, "last_item": last, "parity": parity % 2}
+        cut = plan.cut
+        pieces = plan.facts.sequences if cut.segments == 1 else cut.segments
+        for i, (first, last) in enumerate(plan.spans):
+            row = i * cut.rows(plan.facts.sequences)
+            given |= {"first_item": first, "items_there": last - first}
             if last > first:
                 _before_state(call, given, last - first, prepare or _prepare)
-            scan(given, plan.facts.sequences)
+            if cut.maps:
+                scan(given | {"MAPS": True, "first_piece": row + cut.segments}, cut.maps)
+                _join(given, cut)
+            scan(given | {"MAPS": False, "first_piece": row}, pieces)
 
 
 def _before_state(
@@ -95,6 +103,17 @@ def _prepare(given: Given, items: int) -> None:
     if reads_descriptors(target):
         own |= {name: described(given[name], CHUNK) for name in ("T", "P")}
     start(prepare_kernel, (HV // together, items), given | own, config.warps)
+
+
+def _join(given: Given, cut: Cut) -> None:
+    """Where segments begin, from what their maps are."""
+    if cut.segments > 2:
+        own = {
+            "first": cut.under_way, "factors": cut.under_way + cut.segments - 1,
+            "maps": cut.segments - 2,
+            **joining(given["K"], given["V"], target_of(given["q"].device).backend),
+        }  # fmt: skip
+        start(join_kernel, (-(-given["V"] // own["BV"]), given["HV"]), given | own, JOIN_WARPS)
 
 
 def configured(
@@ -127,13 +146,13 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
         name: workspace.buffer(name, shape, dtype) for name, (shape, dtype) in plan.shapes.items()
     }
     names = (
-        "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "k_edges", "v_edges", "keys",
-        "clean", "from_start", "to_end", "whole_decay", "sums", "strengths", "log_decays", "base",
-        "carry",
+        "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "keys", "clean", "from_start",
+        "to_end", "whole_decay", "sums", "strengths", "log_decays", "base", "carry",
     )  # fmt: skip
     return step_arguments(call, stores.o) | {
-        "sequences": plan.table.sequences, "items": plan.table.items, "N": plan.facts.sequences,
-        "TILES": plan.facts.tiles, "BH": DECAY_HEADS,
+        "sequences": plan.table.sequences, "items": plan.table.items, "pieces": plan.table.pieces,
+        "N": plan.facts.sequences, "SEGMENTS": plan.cut.segments, "TILES": plan.facts.tiles,
+        "BH": DECAY_HEADS,
         **{name: scratch.get(name, call.q) for name in names},
     }  # fmt: skip
 

@@ -10,22 +10,25 @@ import torch
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.chunk_table import ChunkTable, chunk_table
+from headstart.ops.gated_delta_rule.cutting import CARRY, CHUNK, Cut
 from headstart.ops.gated_delta_rule.passes.config import SCRATCH
-from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
-from headstart.runtime.launcher import padded
+from headstart.runtime.launcher import padded, processors
 
-FIXED = ("base", "carry", "k_edges", "v_edges")
+FIXED = ("base", "carry")
+SEGMENTED, SEGMENT, LEAST = 64, 8, 4
+"""Chunks of a sequence that is cut into segments; chunks of a segment; and how many segments make
+up for maps, which take as long again as what is left."""
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Facts(NamedTuple):
     """What the scratch of a call depends on: host facts alone, no tensor.
 
-    scratch: bytes that a span may take; sequences: those that a launch takes, a capacity's
-    included; chunks: rows of the table of chunks; tiles: whether gathered, normalised tiles of q, k
-    and v are kept; edges: whether the scan copies whole tiles and wants those made that are not
-    whole in q, k and v.
+    scratch: bytes that a call may take; sequences: those that a launch takes, a capacity's
+    included; chunks: rows of the table of chunks; segments: pieces of one sequence's part of a
+    span; tiles: whether gathered, normalised tiles of q and k are kept, and of v unless the scan
+    gathers that (`gathers`).
     """
 
     scratch: int
@@ -38,8 +41,15 @@ class Facts(NamedTuple):
     cached: bool
     sequences: int
     chunks: int
+    segments: int
     tiles: bool
-    edges: bool
+    gathers: bool
+
+    def cut(self, span: int) -> Cut:
+        """The cut into spans of so many chunks."""
+        state = self.HV * self.K * self.V * 4
+        live = max(1, min(self.sequences, CARRY // state))
+        return Cut(span, live, self.segments)
 
     def shapes(self, span: int) -> dict[str, Shape]:
         """Name -> shape and dtype for spans of so many chunks; all but FIXED grow with the span."""
@@ -67,69 +77,82 @@ class Facts(NamedTuple):
                 shapes |= dict.fromkeys(("q_tiles", "k_tiles"), ((keys * CHUNK, BK), kind))
             if self.cached:
                 shapes["log_decays"] = row
-        if self.tiles and not self.edges:
+        if self.tiles and not self.gathers:
             shapes["v_tiles"] = ((heads * CHUNK, padded(self.V)), kind)
-        if self.edges and not self.tiles:
-            shapes["k_edges"] = ((2 * N * self.H * CHUNK, BK), kind)
-        if self.edges and self.cached:
-            shapes["v_edges"] = ((2 * N * self.HV * CHUNK, padded(self.V)), kind)
         if self.cached:
             shapes["base"] = ((N, self.HV), torch.int32)
-        if span < self.chunks:
-            shapes["carry"] = ((2, self.HV, self.K, self.V), wide)
+        if span < self.chunks or self.segments > 1:
+            shapes["carry"] = ((self.cut(span).carried, self.HV, self.K, self.V), wide)
         return shapes
 
 
 @functools.lru_cache(1024)
-def planned(facts: Facts) -> tuple[int, dict[str, Shape]]:
-    """Chunks of a span, and the shapes: spans of equal size, as few as the scratch allows."""
-    one = sum(_bytes(*shape) for name, shape in facts.shapes(1).items() if name not in FIXED)
-    most = max(1, facts.scratch // one)
+def planned(facts: Facts) -> tuple[Cut, dict[str, Shape]]:
+    """The cut, and the shapes: spans of equal size, as few as the scratch allows."""
+    sizes = {name: _bytes(*shape) for name, shape in facts.shapes(1).items()}
+    fixed = sum(size for name, size in sizes.items() if name in FIXED)
+    most = max(1, (facts.scratch - fixed) // (sum(sizes.values()) - fixed))
     spans = max(1, -(-facts.chunks // most))
     span = max(1, -(-facts.chunks // spans))
-    return span, facts.shapes(span)
+    return facts.cut(span), facts.shapes(span)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The spans of a call. table: its sequences and chunks; span: chunks of a span."""
+    """The spans of a call. table: its sequences, chunks and pieces; cut: how they are cut."""
 
     facts: Facts
     table: ChunkTable
-    span: int
+    cut: Cut
     shapes: dict[str, Shape]
 
     @staticmethod
-    def of(call: GatedDeltaCall, edges: bool = False) -> Plan:
-        """The plan of a call, for a scan that copies whole tiles or one that does not (`edges`)."""
+    def of(call: GatedDeltaCall, gathers: bool = False, programs: int = 0) -> Plan:
+        """The plan of a call.
+
+        gathers: whether the scan gathers v itself where rows of a tail are among its rows;
+        programs: that it starts for a sequence, where segments are worth it.
+        """
         state = call.state
         cached = isinstance(state, CacheSlots)
         drafting = isinstance(state, CacheSlots) and state.cache.draft_tokens > 0
-        table = chunk_table(call.schedule, cached, drafting)
-        # Without tiles the scan copies rows in bulk, which takes aligned rows; one with edges has
+        chunks = call.schedule.chunk_count(drafting)
+        # Without tiles the scan copies rows in bulk, which takes aligned rows; one that gathers has
         # seen to that.
         tiles = call.qk_l2norm or cached or call.per_channel or call.q.shape[0] == 0
-        aligned = edges or all(aligned_rows(x) for x in (call.q, call.k, call.v))
+        aligned = gathers or all(aligned_rows(x) for x in (call.q, call.k, call.v))
         tiles = tiles or not aligned
         sequences = call.schedule.slot_count(call.schedule.N, 0)
         facts = Facts(
-            SCRATCH, *call.sizes, call.q.dtype, call.per_channel, cached, sequences, table.chunks,
-            tiles, edges,
+            SCRATCH, *call.sizes, call.q.dtype, call.per_channel, cached, sequences, chunks,
+            _segments(call, chunks, programs), tiles, gathers,
         )  # fmt: skip
-        return Plan(facts, table, *planned(facts))
+        cut, shapes = planned(facts)
+        return Plan(facts, chunk_table(call.schedule, cached, drafting, cut), cut, shapes)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """First item and end of every span; one empty span where there are no items."""
-        count = self.table.chunks
-        return [
-            (first, min(count, first + self.span)) for first in range(0, max(1, count), self.span)
-        ]
+        count, span = self.facts.chunks, self.cut.span
+        return [(first, min(count, first + span)) for first in range(0, max(1, count), span)]
 
     @property
     def bytes(self) -> int:
         """Scratch of the call."""
         return sum(_bytes(*shape) for shape in self.shapes.values())
+
+
+def _segments(call: GatedDeltaCall, chunks: int, programs: int) -> int:
+    """As many segments as a device runs side by side, where that is worth running maps first.
+
+    It changes bits, so never where those are promised.
+    """
+    _, _, K, V = call.sizes
+    alone = call.schedule.N == 1 and call.schedule.capacity is None and chunks >= SEGMENTED
+    if call.reproducible or not programs or not alone or K != V:
+        return 1
+    fitting = min(processors(call.device) // programs, chunks // SEGMENT)
+    return fitting if fitting >= LEAST else 1
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -53,7 +53,14 @@ def _stored(place: object) -> torch.dtype | None:
 
 def workspace_bytes(call: GatedDeltaCall) -> int:
     """Scratch of `run`, exactly."""
-    return Plan.of(call).bytes
+    return _plan(call).bytes
+
+
+def _plan(call: GatedDeltaCall) -> Plan:
+    _, HV, K, V = call.sizes
+    target = target_of(call.device, INTERPRETED_AS)
+    columns = scan_configuration(K, call.q.dtype, target).BV
+    return Plan.of(call, programs=-(-V // columns) * HV)
 
 
 def run(call: GatedDeltaCall) -> GatedDelta:
@@ -61,13 +68,13 @@ def run(call: GatedDeltaCall) -> GatedDelta:
     if checking():
         sequence_steps(call)  # raises where a start is not legal in its slot
     stores = Stores.allocate(call, torch.float32)
-    plan = Plan.of(call)
+    plan = _plan(call)
     if plan.facts.sequences:
         launch(call, stores, plan, _scan)
     return stores.result
 
 
-def _scan(given: Given, sequences: int) -> None:
+def _scan(given: Given, pieces: int) -> None:
     V, BK, q = given["V"], given["BK"], given["q"]
     target = target_of(q.device, INTERPRETED_AS)
     copied = reads_descriptors(target)
@@ -91,7 +98,7 @@ def _scan(given: Given, sequences: int) -> None:
     own |= {"BV": config.BV, "WIDTH": given["BV"], "STAGES": config.stages}
     own |= {"DESCRIBED": copied}
     blocks = -(-V // config.BV)
-    start(scan_kernel, (blocks, given["HV"], sequences), given | own, config.warps)
+    start(scan_kernel, (blocks, given["HV"], pieces), given | own, config.warps)
 
 
 IMPLEMENTATION = Implementation("triton", declines, run, workspace_bytes)

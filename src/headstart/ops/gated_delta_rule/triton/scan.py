@@ -5,9 +5,9 @@
 
 [Gated Delta Networks, arXiv 2412.06464.] S is kept in float32 registers, transposed [BV, K], so it
 and v_new are first operands straight from registers; columns of V never mix. T, P and the decays
-come from `prepare`. A span is a run of items whose tiles are in scratch; between spans S goes
-through `carry` in float32. A cache's tail, position and end are written here, where no program
-reads them: `prepare` has left a copy of the position in `base`.
+come from `prepare`. A program runs a piece, see `cutting.py`: between pieces S goes through `carry`
+in float32. MAPS: only what pieces do to states is asked for. A cache's tail, position and end are
+written here, where no program reads them: `prepare` has left a copy of the position in `base`.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -21,11 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
+from headstart.ops.gated_delta_rule import cutting
 from headstart.runtime.launcher import reads_descriptors
 from headstart.runtime.static import Target
 
-VARYING = ["first_item", "last_item", "parity"]
+VARYING = ["first_item", "first_piece"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
+OPENS, IDENTITY = tl.constexpr(cutting.OPENS), tl.constexpr(cutting.IDENTITY)
+CLOSES = tl.constexpr(cutting.CLOSES)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def scan_kernel(
     carry,
     sequences,
     items,
+    pieces,
     old_state,
     read_slots,
     present,
@@ -114,8 +118,7 @@ def scan_kernel(
     tail_decay,
     tail_beta,
     first_item,
-    last_item,
-    parity,
+    first_piece,
     scale,
     q_token,
     q_head,
@@ -167,31 +170,34 @@ def scan_kernel(
     CACHED: tl.constexpr,
     TILES: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
+    MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per (block of V, value head, sequence).
+    """One program per (block of V, value head, piece).
 
     Strides within a state are fixed when it is compiled: addresses that a rare branch takes then
     cost no registers in the loop.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
-    n = tl.program_id(2)
+    piece = pieces + (first_piece + tl.program_id(2)) * 6
+    n = tl.load(piece)
+    if n < 0:
+        return
+    first = tl.load(piece + 1)
+    last = tl.load(piece + 2)
+    first_low = tl.load(piece + 3)
+    before = tl.load(piece + 4)
+    after_all = tl.load(piece + 5)
     key_head = head // (HV // H)
     row = tl.load(sequences + n * 8)
     start = tl.load(sequences + n * 8 + 1)
     length = tl.load(sequences + n * 8 + 2)
-    first_chunk = tl.load(sequences + n * 8 + 3)
-    begin = tl.load(sequences + n * 8 + 4)
     count = tl.load(sequences + n * 8 + 5)
     fold = tl.load(sequences + n * 8 + 6)
     opening = tl.load(sequences + n * 8 + 7)
     end = start + length
-    first = tl.maximum(begin, first_item)
-    last = tl.minimum(begin + count, last_item)
-    if (first > last) | ((first == last) & (count > 0)):
-        return
     dtype = o.dtype.element_ty
     rows = tl.arange(0, 64)
     ck = tl.arange(0, BK)
@@ -200,14 +206,15 @@ def scan_kernel(
     in_v = cv < V
     in_state = in_v[:, None] & in_k
 
-    # The state that the first chunk of this span meets, and where that state stands.
+    # The state that the first chunk of this piece meets, and where that state stands.
     S = tl.zeros((BV, BK), tl.float32)
     stands = start
     if CACHED:
         stands = start // 64 * 64
         if count > 0:
             stands = tl.load(base + n * HV + head)
-    if first == begin:
+    begins = first
+    if before == OPENS:
         slot = n.to(tl.int64)
         if HAS_READ:
             slot = tl.load(read_slots + n).to(tl.int64)
@@ -216,7 +223,7 @@ def scan_kernel(
             there = there & (tl.load(present + n) != 0)
         if CACHED:
             there = there & (start > 0) & (stands > 0)
-            first += (stands - first_chunk * 64) // 64 if count > 0 else 0
+            begins += (stands - first_low) // 64 if count > 0 else 0
         if HAS_STATE:
             slot = tl.maximum(slot, 0)
             if there:
@@ -229,7 +236,7 @@ def scan_kernel(
                     mask=in_state,
                     other=0.0,
                 ).to(tl.float32)
-        if HAS_SNAPSHOTS:
+        if HAS_SNAPSHOTS and not MAPS:
             if (opening >= 0) & (stands == start // 64 * 64):
                 target = opening.to(tl.int64)
                 if HAS_SNAPSHOT_SLOTS:
@@ -242,19 +249,21 @@ def scan_kernel(
                         if block == 0:
                             tl.store(snapshot_position + target * snap_position + head, stands)
                             tl.store(snapshot_end + target * snap_position + head, stands)
-    else:
+    elif before >= 0:
         S = tl.load(
-            carry + ((1 - parity) * HV + head) * (K * V) + ck[None, :] * V + cv[:, None],
+            carry + (before * HV + head).to(tl.int64) * (K * V) + ck[None, :] * V + cv[:, None],
             mask=in_state,
             other=0.0,
         ).to(tl.float32)
+    elif before == IDENTITY:
+        S = tl.where(ck[None, :] == cv[:, None], 1.0, 0.0)
 
     write = n.to(tl.int64)
     if HAS_WRITE:
         write = tl.load(write_slots + n).to(tl.int64)
 
-    for item in tl.range(first, last, num_stages=STAGES):
-        low = (first_chunk + item - begin) * 64
+    for item in tl.range(begins, last, num_stages=STAGES):
+        low = first_low + (item - first) * 64
         local = item - first_item
         tile = local * HV + head
         key_tile = local * H + key_head
@@ -262,7 +271,8 @@ def scan_kernel(
         new = (at >= start) & (at < end)
         source = (row + at - start).to(tl.int64)
         t = tile_of(T, tile * 64, 0, 64, 64, DESCRIBED)
-        p = tile_of(P, tile * 64, 0, 64, 64, DESCRIBED)
+        if not MAPS:
+            p = tile_of(P, tile * 64, 0, 64, 64, DESCRIBED)
         # Rows of other sequences and those that are not finite may be NaN in k, v or Gamma_i0.
         takes_part = rows < tl.load(clean + tile)
         if TILES:
@@ -281,10 +291,12 @@ def scan_kernel(
             # Decayed already, so of every value head: Gamma_Ci k, Gamma_i0 k and Gamma_i0 q.
             kk = tile_of(k, tile * 64, 0, BK, BK, DESCRIBED)
             k_start = tile_of(k_starts, tile * 64, 0, BK, BK, DESCRIBED)
-            qq = tile_of(q, tile * 64, 0, BK, BK, DESCRIBED)
+            if not MAPS:
+                qq = tile_of(q, tile * 64, 0, BK, BK, DESCRIBED)
         elif TILES:
             kk = tile_of(k, key_tile * 64, 0, BK, BK, DESCRIBED)
-            qq = tile_of(q, key_tile * 64, 0, BK, BK, DESCRIBED)
+            if not MAPS:
+                qq = tile_of(q, key_tile * 64, 0, BK, BK, DESCRIBED)
         else:
             # Rows of other sequences would meet zeros of v_new, but 0 * NaN is NaN: masked.
             kk = tl.load(
@@ -292,14 +304,15 @@ def scan_kernel(
                 mask=new[:, None] & in_k,
                 other=0.0,
             )
-            if DESCRIBED:
-                qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
-            else:
-                qq = tl.load(
-                    q + source[:, None] * q_token + key_head * q_head + ck[None, :],
-                    mask=new[:, None] & in_k,
-                    other=0.0,
-                )
+            if not MAPS:
+                if DESCRIBED:
+                    qq = tl.reshape(q.load([row + low - start, key_head, 0]), (64, BK))
+                else:
+                    qq = tl.load(
+                        q + source[:, None] * q_token + key_head * q_head + ck[None, :],
+                        mask=new[:, None] & in_k,
+                        other=0.0,
+                    )
         inside = tl.load(from_start + tile * 64 + rows)
         whole = tl.load(from_start + tile * 64 + 63)
         b = tl.load(strengths + tile * 64 + rows)
@@ -310,20 +323,26 @@ def scan_kernel(
             k_start = kk
         s = S.to(dtype)
         x = tl.dot(s, tl.trans(k_start), input_precision=PRECISION)
-        y = tl.dot(s, tl.trans(qq), input_precision=PRECISION)
-        r = (tl.trans(vv).to(tl.float32) - x * inside[None, :]) * b[None, :]
+        if not MAPS:
+            y = tl.dot(s, tl.trans(qq), input_precision=PRECISION)
+        values = tl.trans(vv).to(tl.float32)
+        if MAPS:
+            if before == IDENTITY:
+                values = tl.zeros((BV, 64), tl.float32)
+        r = (values - x * inside[None, :]) * b[None, :]
         r = tl.where(takes_part[None, :], r, 0.0).to(dtype)
         v_new = tl.dot(r, tl.trans(t), input_precision=PRECISION)
         update = v_new if PER_CHANNEL else v_new * outside[None, :]
         S = tl.dot(update.to(dtype), kk, S * whole, input_precision=PRECISION)
-        y = y * (inside * scale)[None, :]
-        out = tl.dot(v_new.to(dtype), tl.trans(p), y, input_precision=PRECISION)
-        tl.store(
-            o + source[:, None] * o_token + head * o_head + cv[None, :],
-            tl.trans(out).to(dtype),
-            mask=new[:, None] & in_v[None, :],
-        )
-        if HAS_SNAPSHOTS:
+        if not MAPS:
+            y = y * (inside * scale)[None, :]
+            out = tl.dot(v_new.to(dtype), tl.trans(p), y, input_precision=PRECISION)
+            tl.store(
+                o + source[:, None] * o_token + head * o_head + cv[None, :],
+                tl.trans(out).to(dtype),
+                mask=new[:, None] & in_v[None, :],
+            )
+        if HAS_SNAPSHOTS and not MAPS:
             after = tl.load(items + item * 3 + 2)
             if after >= 0:
                 target = after.to(tl.int64)
@@ -343,10 +362,11 @@ def scan_kernel(
                     store_state(
                         S, new_state + write * new_n + head * new_h, ck, cv, K, V, new_k, new_v
                     )
-    if last < begin + count:
-        store_state(S, carry + (parity * HV + head) * (K * V), ck, cv, K, V, V, 1)
-    elif HAS_NEW:
-        if write >= 0:
+    if after_all >= 0:
+        kept = carry + (after_all * HV + head).to(tl.int64) * (K * V)
+        store_state(S, kept, ck, cv, K, V, V, 1)
+    elif HAS_NEW and not MAPS:
+        if (after_all == CLOSES) & (write >= 0):
             store_state(S, new_state + write * new_n + head * new_h, ck, cv, K, V, new_k, new_v)
 
     if CACHED:
@@ -354,8 +374,8 @@ def scan_kernel(
             # Rows past the state are the tail; it lies in the last two chunks.
             for back in tl.static_range(2):
                 item = last - 2 + back
-                low = (first_chunk + item - begin) * 64
-                if (item >= first) & (low >= fold):
+                low = first_low + (item - first) * 64
+                if (item >= begins) & (low >= fold):
                     at = low + rows
                     new = (at >= start) & (at < end)
                     local = item - first_item
@@ -402,6 +422,6 @@ def scan_kernel(
                             tl.load(strengths + tile * 64 + rows),
                             mask=new,
                         )
-            if (block == 0) & (last == begin + count):
+            if (block == 0) & (after_all == CLOSES):
                 tl.store(position + write * position_slot + head, fold)
                 tl.store(tail_end + write * position_slot + head, end)

@@ -16,6 +16,7 @@ from headstart.ops.gated_delta_rule.passes.config import (
     prepare_configuration,
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
+from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining
 from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.recurrent import COLUMNS, WARPS, recurrent_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
@@ -37,14 +38,14 @@ FLOATS = {
     "lower_bound",
 }  # fmt: skip
 INTEGERS = {
-    "sequences", "items", "slots", "position", "base", "read_slots", "write_slots",
+    "sequences", "items", "pieces", "slots", "position", "base", "read_slots", "write_slots",
     "snapshot_slots", "snapshot_position", "clean", "snapshot_end", "tail_end",
 }  # fmt: skip
 ROWS = {
     "q", "k", "v", "o", "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles",
     "tail_k", "tail_v", "keys",
 }  # fmt: skip
-ODD = {"first_item", "last_item", "parity", "together", "tail_rows"}
+ODD = {"first_item", "first_piece", "together", "tail_rows", "first", "factors", "maps"}
 
 
 def _signature(
@@ -121,6 +122,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
                 "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
                 "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached, "STAGES": config.stages,
+                "MAPS": False,
             }  # fmt: skip
             pool = {"HAS_READ": cached, "HAS_WRITE": cached, "HAS_NEW": True}
             for fn, own, warps, stages in (
@@ -130,6 +132,10 @@ def kernels(target: Target) -> list[StaticKernel]:
                 (recurrent_kernel, scan | gates | pool | {"BV": COLUMNS}, WARPS, 3),
                 (scan_kernel, scan, config.warps, 3),
                 (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.warps, 3),
+                *(() if cached else (
+                    (scan_kernel, scan | {"MAPS": True}, config.warps, 3),
+                    (join_kernel, joining(K, V, target.backend), JOIN_WARPS, 3),
+                )),
             ):  # fmt: skip
                 constexprs = {
                     name: value for name, value in {**sizes, **own}.items() if name in fn.arg_names
@@ -137,6 +143,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 signature, attrs = _signature(fn, NAMES[dtype], constexprs)
                 name = fn.__name__.removesuffix("_kernel")
                 name += "_channels" if constexprs.get("PER_CHANNEL") else ""
+                name += "_maps" if constexprs.get("MAPS") else ""
                 found.append(
                     StaticKernel(
                         name=f"{name}-K{K}-V{V}-{NAMES[dtype]}{'-cache' if cached else ''}",

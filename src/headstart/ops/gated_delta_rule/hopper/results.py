@@ -1,0 +1,92 @@
+"""What the scan stores: rows of o, states, and the tail of a cache's slot."""
+
+# Kernels are written in Gluon, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+
+@gluon.jit
+def store_state(S, tensor, k, v, sk, sv):
+    """Store S [BV, K] at `tensor`, rounded to its dtype."""
+    gl.store(tensor + k[None, :] * sk + v[:, None] * sv, S.to(tensor.dtype.element_ty))
+
+
+@gluon.jit
+def send_rows(
+    ob, o_tile, o, o_rows, source, lower, upper, head, block, o_token, o_head,
+    V: gl.constexpr, BV: gl.constexpr,
+):  # fmt: skip
+    """Rows [lower, upper) of a chunk's o^T [BV, 64]: whole chunks by one bulk copy."""
+    tma.store_wait(0)
+    o_tile.permute((1, 0)).store(ob)
+    if (lower == 0) & (upper == 64):
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_rows, [source, head * o_head + block * BV], o_tile)
+    else:
+        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        gl.thread_barrier()
+        lines = o_tile.load(LINES)
+        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+        columns = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))
+        gl.store(
+            o + (source + rows).to(gl.int64)[:, None] * o_token + head * o_head + columns[None, :],
+            lines,
+            mask=((rows >= lower) & (rows < upper))[:, None],
+        )
+        gl.thread_barrier()
+
+
+@gluon.jit
+def keep_tail(
+    v, k_tiles, log_decays, strengths, position, tail_end,
+    tail_k, tail_v, tail_decay, tail_beta, n, head, key_head, block, write,
+    row, start, end, first, begins, last, first_low, first_item, fold, closes,
+    v_token, v_head, position_slot, tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+    tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+):  # fmt: skip
+    """Rows past the state are the tail; it lies in the last two chunks."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+    in_block = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))
+    channels = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
+    for back in gl.static_range(2):
+        item = last - 2 + back
+        low = first_low + (item - first) * 64
+        if (item >= begins) & (low >= fold):
+            at = low + rows
+            new = (at >= start) & (at < end)
+            local = item - first_item
+            tile = (local * HV + head).to(gl.int64)
+            key_tile = (local * H + key_head).to(gl.int64)
+            ring = (at % tail_rows).to(gl.int64)
+            source = (row + at - start).to(gl.int64)
+            there = new[:, None]
+            values = gl.load(
+                v + source[:, None] * v_token + head * v_head + in_block[None, :],
+                mask=there, other=0.0,
+            )  # fmt: skip
+            kept_v = tail_v + write * tail_v_slot + head * tail_v_head
+            gl.store(kept_v + ring[:, None] * V + in_block[None, :], values, mask=there)
+            if block == 0:
+                if head % (HV // H) == 0:
+                    square = key_tile * (64 * K) + rows[:, None] * K + channels[None, :]
+                    keys = gl.load(k_tiles + square)
+                    kept_k = tail_k + write * tail_k_slot + key_head * tail_k_head
+                    gl.store(
+                        kept_k + ring[:, None] * K + channels[None, :],
+                        keys,
+                        mask=new[:, None],
+                    )
+                decays = tail_decay + write * tail_decay_slot + head * tail_decay_head
+                gl.store(decays + ring, gl.load(log_decays + tile * 64 + rows), mask=new)
+                betas = tail_beta + write * tail_beta_slot + head * tail_beta_head
+                gl.store(betas + ring, gl.load(strengths + tile * 64 + rows), mask=new)
+    if (block == 0) & closes:
+        gl.store(position + write * position_slot + head, fold)
+        gl.store(tail_end + write * position_slot + head, end)
