@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,14 +21,18 @@ from headstart.cli import main
 from headstart.evidence import cases, runs
 from headstart.evidence.simulated_clock import SimulatedClock
 from headstart.evidence.tuning import points as points_module
+from headstart.evidence.tuning import sweep as sweep_module
 from headstart.evidence.tuning.candidates import LADDERS, fixed_fields, neighbours
 from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
 from headstart.evidence.tuning.points import points_of, shortened
 from headstart.evidence.tuning.results import KeyResult, worst
-from headstart.evidence.tuning.sweep import plan, sweep
+from headstart.evidence.tuning.sweep import compiled, plan, sweep
 from headstart.ops.extend_attention.triton.config import Config, configuration
 from headstart.ops.gated_delta_rule.triton.scan import ScanConfig
 from headstart.runtime import dispatch, tables
+from headstart.runtime.bundle import Bundle
+from headstart.runtime.bundle_launch import BUNDLE
+from headstart.runtime.static import TARGETS
 from headstart.runtime.table_files import Device, Table
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
@@ -282,3 +287,25 @@ def test_the_command_tunes_in_the_interpreter(tmp_path):
     assert row.key.operation == "causal_conv1d"
     (result,) = json.loads(record.read_text())["results"]
     assert all(len(trial["measured"]) == 1 for trial in result["trials"] if not trial["refused"])
+
+
+@pytest.mark.slow
+def test_first_steps_are_compiled_side_by_side_beforehand(monkeypatch, tmp_path):
+    """As for a device: into a bundle that is used while the sweep lasts."""
+    device = torch.device("cuda", 0)
+    for module in (sweep_module, tables):
+        monkeypatch.setattr(module, "target_of", lambda device: TARGETS["cuda:90"])
+    monkeypatch.setattr(sweep_module, "processors", lambda device: 132)
+    monkeypatch.setenv(BUNDLE, "before")
+    swept = plan(chosen_points("rms_norm_gated", ["block-next-8k"]), device)
+    ((key, (rule, _)),) = swept.keys.items()
+    told = []
+    with compiled(swept, device, 2, told.append):
+        folder = Path(os.environ[BUNDLE])
+        held = Bundle(folder)
+        names = {artefact.fields["kernel"] for artefact in held.artefacts()}
+        tried = neighbours(rule, fixed_fields(key, "cuda:90"))
+        assert len(list(held.artefacts())) == len(tried) + 1 == len(told)
+    assert names == {"norm_kernel"}
+    assert os.environ[BUNDLE] == "before"
+    assert not folder.exists()
