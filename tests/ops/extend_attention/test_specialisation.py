@@ -128,6 +128,34 @@ def test_windows_of_any_width_compile_one_kernel():
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)
+def test_caches_that_grow_compile_one_kernel(options):
+    """Those of transformers are as long as what they hold, with heads before rows."""
+    from headstart.ops.extend_attention.triton.write import write_kernel
+
+    with compiled(*kernels(), write_kernel) as found:
+        for length in range(100, 120):
+            room = torch.zeros(4, 2, HK, length, D, dtype=torch.float16, device=DEVICE)
+            cache = KVCache(*(room[i].transpose(1, 2) for i in (0, 1)))
+            q, k, v = (
+                torch.zeros(2, n, D, dtype=torch.float16, device=DEVICE) for n in (HQ, HK, HK)
+            )
+            slots = torch.tensor([length - 1, 2 * length - 1], device=DEVICE)
+            headstart.write_kv(k, v, cache, slots, implementation="triton")
+            for new_in_cache in (True, False):
+                old = length if new_in_cache else length - 1
+                plan = ExtendPlan.from_padded(
+                    [1, 1], [length, old], length, new_in_cache=new_in_cache, device=DEVICE
+                )
+                new = (None, None) if new_in_cache else (k, v)
+                headstart.extend_attention(
+                    q, *new, plan=plan, cache=cache, implementation="triton", **options
+                )
+    kernel = "unified_kernel" if options else "extend_kernel"
+    # One where new keys are in the cache, one where they are beside it.
+    assert sorted(name for name, _ in found) == [kernel, kernel, "write_kernel"]
+
+
 def test_kernels_are_told_apart():
     """What is counted above does differ between kinds of call."""
     with compiled(*kernels()) as found:

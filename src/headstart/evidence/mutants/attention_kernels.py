@@ -111,8 +111,8 @@ MUTANTS = (
         fault="Pages are read in the order of memory.",
         pitfall=38,
         file=KEYS,
-        old="        page = tl.load(places + entry, mask=m_key, other=0).to(tl.int64)",
-        new="        page = tl.where(m_key, o_key // PAGE, 0).to(tl.int64)",
+        old="        found = tl.load(places + where + o_key // PAGE, mask=m_key, other=0)",
+        new="        found = tl.where(m_key, o_key // PAGE, 0)",
         checks=("attention pages",),
     ),
     _mutant(
@@ -120,8 +120,8 @@ MUTANTS = (
         fault="Slots of a sequence are looked up at the start of the list.",
         pitfall=37,
         file=KEYS,
-        old="            slot = tl.load(places + where + o_key,",
-        new="            slot = tl.load(places + o_key,",
+        old="        found = tl.load(places + where + o_key, mask",
+        new="        found = tl.load(places + o_key, mask",
         checks=("attention slots",),
     ),
     _mutant(

@@ -110,3 +110,14 @@ class KVCache:
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self.k.device
+
+
+def page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:
+    """Elements from a page of `page` rows to the next and from a row to the next.
+
+    >>> page_strides(torch.zeros(4, 2, 16, 64).transpose(1, 2), 16)
+    (2048, 64)
+    """
+    if store.dim() == 4:
+        return store.stride(0), store.stride(1)
+    return page * store.stride(0), store.stride(0)

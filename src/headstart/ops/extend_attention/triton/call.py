@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headstart.ops.extend_attention import promise
-from headstart.ops.extend_attention.kv_cache import FP8
+from headstart.ops.extend_attention.kv_cache import FP8, page_strides
 from headstart.ops.extend_attention.locate import Consecutive, Listed, Paged
 from headstart.ops.extend_attention.merge_spec import MergeCall
 from headstart.ops.extend_attention.scratch import Layout, layout_bytes, take
@@ -282,7 +282,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     if not _reads_cache(call):
         absent: dict[str, Any] = {f"cache_{x}_{name}": 0 for x in "kv" for name in names}
         return absent | {
-            "FOUND": "", "PAGE": 1, "CACHE_DESCRIBED": False, "UNIT": True, "SCALES": False,
+            "FOUND": "", "PAGE": 1, "page_rows": 1, "CACHE_DESCRIBED": False, "SCALES": False,
             "WIDE": False, "LISTED": False, "places": None, "positions": None,
             "cache_k": None, "cache_v": None, "cache_k_tiles": None, "cache_v_tiles": None,
             "k_scale": None, "v_scale": None, "k_number": 1.0, "v_number": 1.0,
@@ -291,7 +291,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     assert cache is not None
     assert plan.slots is not None
     k, v, slots = cache.k, cache.v, plan.slots
-    page, strides = _page_of(call)
+    page, rows_of_page, strides = _page_of(call)
     quantised = k.dtype == FP8
     on_cpu = call.device.type == "cpu"
     in_bytes = quantised and (on_cpu or not converts_e4m3(target_of(call.device).name))
@@ -303,10 +303,10 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
     listed = plan.key_positions is not None and call.part != "extend"
     given: dict[str, Any] = {
         "FOUND": {Consecutive: "run", Listed: "list", Paged: "pages"}[type(slots)],
-        "PAGE": page, "places": places, "LISTED": listed,
+        "PAGE": page, "page_rows": rows_of_page, "places": places, "LISTED": listed,
         "positions": plan.on_device(key_positions) if listed else None,
         "SCALES": quantised, "WIDE": not quantised and k.dtype != call.q.dtype,
-        "CACHE_DESCRIBED": described, "UNIT": k.stride(-1) == v.stride(-1) == 1,
+        "CACHE_DESCRIBED": described,
     }  # fmt: skip
     for x, store, (of_page, of_row), scale in (
         ("k", k, strides[0], cache.k_scale),
@@ -332,23 +332,27 @@ def _reads_cache(call: ExtendCall) -> bool:
     return there and (call.part != "extend" or plan.new_in_cache)
 
 
-def _page_of(call: ExtendCall) -> tuple[int, list[tuple[int, int]]]:
-    """Rows of a page, and for k and v the strides of a page and of a row."""
+def _page_of(call: ExtendCall) -> tuple[int, int, list[tuple[int, int]]]:
+    """PAGE as for `find`, rows of a page, and for k and v the strides of a page and of a row."""
     cache, slots = call.cache, call.plan.slots
     assert cache is not None
-    page = slots.page_size if isinstance(slots, Paged) else cache.page_size
-    strides = [_page_strides(store, page) for store in (cache.k, cache.v)]
-    even = all(of_page == page * of_row for of_page, of_row in strides)
-    if even and not isinstance(slots, Paged):
-        return 1, [(of_row, 0) for _, of_row in strides]
-    return page, strides
+    if isinstance(slots, Paged):
+        page = slots.page_size
+        return page, page, [page_strides(store, page) for store in (cache.k, cache.v)]
+    page = cache.page_size
+    strides = [page_strides(store, page) for store in (cache.k, cache.v)]
+    if all(of_page == page * of_row for of_page, of_row in strides):
+        return 1, 1, [(of_row, 0) for _, of_row in strides]
+    return 0, page, strides
 
 
 def _described_cache(call: ExtendCall, config: Config) -> bool:
     """Whether whole tiles of prefix keys are read through descriptors."""
     plan, cache = call.plan, call.cache
     assert cache is not None
-    page, strides = _page_of(call)
+    page, _, strides = _page_of(call)
+    if page == 0:
+        return False
     if cache.k.dtype != call.q.dtype or isinstance(plan.slots, Listed):
         return False
     if isinstance(plan.slots, Paged):
@@ -363,13 +367,6 @@ def _described_cache(call: ExtendCall, config: Config) -> bool:
         (page == 1 or of_page == page * of_row) and _describable(store, call, config)
         for store, (of_page, of_row) in zip((cache.k, cache.v), strides, strict=True)
     )
-
-
-def _page_strides(store: torch.Tensor, page: int) -> tuple[int, int]:
-    """Elements from a page to the next and from a row to the next."""
-    if store.dim() == 4:
-        return store.stride(0), store.stride(1)
-    return page * store.stride(0), store.stride(0)
 
 
 def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:

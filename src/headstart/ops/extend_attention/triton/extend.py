@@ -56,7 +56,7 @@ def run_of_tiles(
     span = (begin, held, tl.cdiv(lower, BN), upper // BN)
     if DESCRIBED and FOUND == "pages" and PAGE < BN:
         acc, m, l = sweep_pairs(  # noqa: E741
-            acc, m, l, b_q, rows, (start, count, 0), span, lists[0], store[4], tiles, numbers,
+            acc, m, l, b_q, rows, (start, count, 0), span, lists[0], store[5], tiles, numbers,
             PAGE, causal, WINDOWED, MASKED, FORM, PRECISION, STAGES,
         )  # fmt: skip
     else:
@@ -79,13 +79,13 @@ def run_of_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["total", "listed", "window"],
+    do_not_specialize=["total", "listed", "page_rows", "window"],
     do_not_specialize_on_alignment=["places", "positions", "custom_mask"],
 )
 def extend_kernel(
     q, k, v, k_tiles, v_tiles, cache_k, cache_v, cache_k_tiles, cache_v_tiles, places, positions,
     custom_mask, sinks, k_scale, v_scale, o, lse, part_acc, part_m, part_l, sequences, tiles,
-    total, listed, window, inner, factor, k_number, v_number,
+    total, listed, page_rows, window, inner, factor, k_number, v_number,
     q_token, q_head, k_token, k_head, v_token, v_head,
     o_token, o_head, o_channel, lse_token, lse_head,
     cache_k_page, cache_k_row, cache_k_head, cache_k_channel,
@@ -101,9 +101,10 @@ def extend_kernel(
 ):  # fmt: skip
     """One program for each tile and block of heads.
 
-    FOUND: how cached keys are found, "" where there are none. NEW: where new keys are: "packed",
-    "cached" or "". MASK: what a custom mask covers: "", "new" or "all". SCALES: whether the cache
-    is float8. WIDE: whether cached keys meet float32 queries.
+    FOUND: how cached keys are found, "" where there are none; PAGE and page_rows: as for `look_up`
+    and `find`. NEW: where new keys are: "packed", "cached" or "". MASK: what a custom mask covers:
+    "", "new" or "all". SCALES: whether the cache is float8. WIDE: whether cached keys meet float32
+    queries.
     """
     i = tl.program_id(0)
     n, row, length, first, piece, scratch = tile_of(i // HEADS, sequences, tiles, listed, total, BT)
@@ -150,7 +151,7 @@ def extend_kernel(
             entry = tl.load(facts + 11)
         acc, m, l = run_of_tiles(  # noqa: E741
             acc, m, l, b_old, (o_own, p_mask, m_row), (key_start, cached), limits, queries,
-            (old_k, old_v, k_strides, v_strides, where, 0), (places, positions, entry),
+            (old_k, old_v, k_strides, v_strides, page_rows, where, 0), (places, positions, entry),
             (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
             old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
             D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
@@ -164,7 +165,8 @@ def extend_kernel(
             border = tl.load(facts + 7).to(tl.int32)
             acc, m, l = run_of_tiles(  # noqa: E741
                 acc, m, l, b_old, rows, (query_start, fresh), limits, queries,
-                (old_k, old_v, k_strides, v_strides, where, border), (places, positions, where),
+                (old_k, old_v, k_strides, v_strides, page_rows, where, border),
+                (places, positions, where),
                 (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
                 CAUSAL, WINDOWED, MASK != "", False,
                 D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
@@ -176,7 +178,7 @@ def extend_kernel(
                 acc, m, l, b_q, rows, (query_start, fresh), limits, queries,
                 (
                     k + key_head.to(tl.int64) * k_head, v + key_head.to(tl.int64) * v_head,
-                    (k_token, 0, 1), (v_token, 0, 1), row, 0,
+                    (k_token, 0, 1), (v_token, 0, 1), 1, row, 0,
                 ),
                 (row, positions, row),
                 (k_tiles, v_tiles, key_head * k_head, key_head * v_head),

@@ -14,22 +14,38 @@ import triton.language as tl
 
 
 @triton.jit
-def find(places, where, o_key, m_key, FOUND: tl.constexpr, PAGE: tl.constexpr):
-    """Page and row of keys [BN] of a sequence.
+def look_up(places, where, o_key, m_key, FOUND: tl.constexpr, PAGE: tl.constexpr):
+    """What the table of a sequence says of keys [BN]: the page or slot of each; 0 without a table.
 
     FOUND: "run", key j lies in slot where + j; "list", in slot places[where + j]; "pages", in page
-    places[where + j // PAGE]. PAGE: rows of a page.
+    places[where + j // PAGE], of PAGE rows.
     """
+    found = o_key * 0
     if FOUND == "pages":
-        entry = where + o_key // PAGE
-        page = tl.load(places + entry, mask=m_key, other=0).to(tl.int64)
+        found = tl.load(places + where + o_key // PAGE, mask=m_key, other=0)
+    elif FOUND == "list":
+        found = tl.load(places + where + o_key, mask=m_key, other=0)
+    return found
+
+
+@triton.jit
+def find(found, where, o_key, page_rows, FOUND: tl.constexpr, PAGE: tl.constexpr):
+    """Page and row of keys [BN] of a sequence; found: what `look_up` says.
+
+    PAGE of slots: 1, or 0 for pages of page_rows rows, which no program is compiled for: a cache
+    that grows has other pages each time.
+    """
+    page, row = found.to(tl.int64), o_key * 0
+    if FOUND == "pages":
         row = o_key % PAGE
-    else:
-        if FOUND == "list":
-            slot = tl.load(places + where + o_key, mask=m_key, other=0).to(tl.int64)
-        else:
-            slot = where + o_key
-        page, row = slot // PAGE, slot % PAGE
+    elif FOUND == "run":
+        page = where + o_key
+        if PAGE == 0:
+            row = (where % page_rows).to(tl.int32) + o_key
+            page = where // page_rows + row // page_rows
+            row = row % page_rows
+    elif PAGE == 0:
+        page, row = (found // page_rows).to(tl.int64), found % page_rows
     return page, row
 
 
@@ -37,8 +53,8 @@ def find(places, where, o_key, m_key, FOUND: tl.constexpr, PAGE: tl.constexpr):
 def offsets(page, row, strides, PAGE: tl.constexpr):
     """Offsets [BN] of keys in a tensor; strides: of a page, of a row, of a channel."""
     found = page * strides[0]
-    if PAGE > 1:
-        found += row * strides[1]
+    if PAGE != 1:
+        found += row.to(tl.int64) * strides[1]
     return found
 
 

@@ -76,6 +76,7 @@ UNALIGNED = {
     "work",
     "total",
     "listed",
+    "page_rows",
     "window",
     "tokens",
     "lse_token",
@@ -100,7 +101,7 @@ def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> 
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "PIECE": config.piece, "BLOCK": config.piece, "BH": max(1, min(1024 // BDV, shape.HQ)),
         "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
-        "CACHE_DESCRIBED": False, "UNIT": True, "CAUSAL": True, "WINDOWED": False, "MASK": "",
+        "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
         "FORM": "plain", "PRECISION": precision(shape.dtype, target.backend),
     } | switches  # fmt: skip
@@ -214,7 +215,7 @@ def _merging(target: Target) -> Iterator[StaticKernel]:
         yield compiled(join_kernel, f"join-{shape.name}", shape, Config(0, 0, 1, 4), target, chosen)
         for scales in (False, True):
             switches = {
-                "SIZE": shape.D, "BD": shape.D, "BT": WRITTEN, "PAGE": 16, "FP8": scales,
+                "SIZE": shape.D, "BD": shape.D, "BT": WRITTEN, "PAGE": 1, "FP8": scales,
                 "SCALES": scales, "scale": None,
             }  # fmt: skip
             name = f"write-{shape.name}{'-fp8' if scales else ''}"

@@ -8,12 +8,12 @@ takes no mask; the others are the border.
 
 # Kernels are written in Triton's language, which reads other types than Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportUnboundVariable=false
 
 import triton
 import triton.language as tl
 
-from headstart.ops.extend_attention.triton.keys import find, offsets, operand, read
+from headstart.ops.extend_attention.triton.keys import find, look_up, offsets, operand, read
 from headstart.ops.extend_attention.triton.softmax import NOTHING, absorb, absorb_two, column, tanh
 
 
@@ -159,12 +159,12 @@ def sweep(
     DESCRIBED: whether they are read through descriptors; then every row of them must be a key of
     the run. rows: (position, pointer into a custom mask, whether to read it). run: (start, count,
     origin). span: (begin, end, first and past the last clear tile). store: (k, v, their strides,
-    where, number of the run's first key there). lists: (places, positions, entry). tiles: (k, v,
-    their columns) as descriptors. numbers: (window, inner, factor).
+    rows of a page, where, number of the run's first key there). lists: (places, positions, entry).
+    tiles: (k, v, their columns) as descriptors. numbers: (window, inner, factor).
     """
     start, count, origin = run
     begin, end, clear_begin, clear_end = span
-    k, v, k_strides, v_strides, where, number = store
+    k, v, k_strides, v_strides, page_rows, where, number = store
     places, positions, entry = lists
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
@@ -181,7 +181,8 @@ def sweep(
                 row = (where + number + low).to(tl.int32)
             b_k = k_tiles.load([row, k_column])
         else:
-            page, row = find(places, where, number + o_key, m_key, FOUND, PAGE)
+            found = look_up(places, where, number + o_key, m_key, FOUND, PAGE)
+            page, row = find(found, where, number + o_key, page_rows, FOUND, PAGE)
             b_k = read(k + offsets(page, row, k_strides, PAGE), m_key, k_strides[2], D, BD)
         b_s = score(b_q, operand(b_k, dtype), inner, FORM, PRECISION)
         if LISTED:
@@ -236,20 +237,19 @@ def sweep_pairs(
 @triton.jit
 def sweep_both(
     acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column, numbers,  # noqa: E741
-    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
+    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Absorb tiles at absolute positions, whichever run each of their keys is of.
 
-    old_run, new_run: (position of the first key, count). old: (k, v, their strides, where, number
-    of the first new key); new: (k, v, their strides, packed row of the first new key). new_column:
-    column of the first new key in a custom mask. span: (begin, end, first and past the last clear
-    tile of either run). UNIT: whether channels of the cache lie side by side. The rest as for
-    `sweep`.
+    old_run, new_run: (position of the first key, count). old: (k, v, their strides, rows of a
+    page, where, number of the first new key); new: (k, v, their strides, packed row of the first
+    new key). new_column: column of the first new key in a custom mask. span: (begin, end, first and
+    past the last clear tile of either run). The rest as for `sweep`.
     """
-    old_k, old_v, old_k_strides, old_v_strides, where, border = old
+    old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border = old
     new_k, new_v, new_k_strides, new_v_strides, first_row = new
     begin, end, old_clear, new_clear = span
     window, inner, factor = numbers
@@ -261,32 +261,33 @@ def sweep_both(
         m_old = (o_old >= 0) & (o_old < old_run[1])
         m_new = (o_new >= 0) & (o_new < new_run[1])
         m_key = m_old | m_new
+        m_cached = m_old
         if FOUND != "":
             o_number = o_old
             if NEW == "cached":
+                m_cached = m_key
                 o_number = tl.where(m_new, border + o_new, o_old)
-            page, row = find(places, where, o_number, m_key, FOUND, PAGE)
+            found = look_up(places, where, o_number, m_cached, FOUND, PAGE)
+            page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
             p_k = old_k + offsets(page, row, old_k_strides, PAGE)
             p_v = old_v + offsets(page, row, old_v_strides, PAGE)
-            if NEW == "packed":
-                p_k = tl.where(m_new, new_k + (first_row + o_new) * new_k_strides[0], p_k)
-                p_v = tl.where(m_new, new_v + (first_row + o_new) * new_v_strides[0], p_v)
-            k_channel, v_channel = 1, 1
-            if not UNIT:
-                packed = m_new & (NEW == "packed")
-                k_channel = tl.where(packed, 1, old_k_strides[2])[:, None]
-                v_channel = tl.where(packed, 1, old_v_strides[2])[:, None]
-        else:
-            p_k = new_k + (first_row + o_new) * new_k_strides[0]
-            p_v = new_v + (first_row + o_new) * new_v_strides[0]
-            k_channel, v_channel = 1, 1
-        b_k = operand(read(p_k, m_key, k_channel, D, BD), dtype)
+            b_k = operand(read(p_k, m_cached, old_k_strides[2], D, BD), dtype)
+        if NEW == "packed":
+            # Loads of their own: AMD's compiler follows no pointer into one of two tensors.
+            p_k_new = new_k + (first_row + o_new) * new_k_strides[0]
+            p_v_new = new_v + (first_row + o_new) * new_v_strides[0]
+            b_k_new = read(p_k_new, m_new, 1, D, BD)
+            b_k = b_k_new if FOUND == "" else tl.where(m_new[:, None], b_k_new, b_k)
         b_s = score(b_q, b_k, inner, FORM, PRECISION)
         is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
         is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
         keys = (m_old, m_new, o_old, o_new, new_column)
         if not is_clear:
             b_s = hide_both(b_s, rows, low, keys, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
-        b_v = operand(read(p_v, m_key, v_channel, DV, BDV), dtype)
+        if FOUND != "":
+            b_v = operand(read(p_v, m_cached, old_v_strides[2], DV, BDV), dtype)
+        if NEW == "packed":
+            b_v_new = read(p_v_new, m_new, 1, DV, BDV)
+            b_v = b_v_new if FOUND == "" else tl.where(m_new[:, None], b_v_new, b_v)
         acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l

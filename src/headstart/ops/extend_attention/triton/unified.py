@@ -55,7 +55,7 @@ def span_of(
 @triton.jit
 def reduce(
     acc, m, l, b_q, limits, old_side, new_side, new_column, numbers,  # noqa: E741
-    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
+    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
@@ -81,7 +81,7 @@ def reduce(
         last = tl.where(side == 0, old_begin, tl.where(side == 1, new_begin, end))
         acc, m, l = sweep_both(  # noqa: E741
             acc, m, l, b_q, old_rows, old_run, new_run, (first, last, old_clear, new_clear),
-            old, new, places, new_column, numbers, FOUND, PAGE, NEW, UNIT, CAUSAL, WINDOWED, MASK,
+            old, new, places, new_column, numbers, FOUND, PAGE, NEW, CAUSAL, WINDOWED, MASK,
             D, DV, BD, BDV, BN, FORM, PRECISION,
         )  # fmt: skip
         if FOUND != "":  # noqa: SIM102
@@ -89,7 +89,7 @@ def reduce(
                 acc, m, l = sweep(  # noqa: E741
                     acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
                     (old_begin, old_end, old_clear[0], old_clear[1]),
-                    (old[0], old[1], old[2], old[3], old[4], 0), (places, places, old[4]),
+                    (old[0], old[1], old[2], old[3], old[4], old[5], 0), (places, places, old[5]),
                     old_tiles, numbers, FOUND, PAGE, CACHE_DESCRIBED,
                     CAUSAL and MASK != "all", WINDOWED, MASK == "all", False,
                     D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
@@ -99,7 +99,7 @@ def reduce(
                 acc, m, l = sweep(  # noqa: E741
                     acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
                     (new_begin, new_end, new_clear[0], new_clear[1]),
-                    (new[0], new[1], new[2], new[3], row, 0), (row, row, row), new_tiles,
+                    (new[0], new[1], new[2], new[3], 1, row, 0), (row, row, row), new_tiles,
                     numbers, "run", 1, DESCRIBED, CAUSAL and MASK == "", WINDOWED, MASK != "",
                     False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
                 )  # fmt: skip
@@ -107,13 +107,13 @@ def reduce(
 
 
 @triton.jit(
-    do_not_specialize=["work", "total", "listed", "window"],
+    do_not_specialize=["work", "total", "listed", "page_rows", "window"],
     do_not_specialize_on_alignment=["places", "positions", "custom_mask"],
 )
 def unified_kernel(
     q, k, v, k_tiles, v_tiles, cache_k, cache_v, cache_k_tiles, cache_v_tiles, places,
     custom_mask, sinks, k_scale, v_scale, o, lse, part_acc, part_m, part_l, parked,
-    sequences, tiles, work, total, listed, window, inner, factor, k_number, v_number,
+    sequences, tiles, work, total, listed, page_rows, window, inner, factor, k_number, v_number,
     q_token, q_head, k_token, k_head, v_token, v_head,
     o_token, o_head, o_channel, lse_token, lse_head,
     cache_k_page, cache_k_row, cache_k_head, cache_k_channel,
@@ -121,7 +121,7 @@ def unified_kernel(
     HQ: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, UNIT: tl.constexpr,
+    FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -177,12 +177,12 @@ def unified_kernel(
                 b_q, power = beside_float8(b_q)
                 numbers = scaled_numbers(window, inner, factor, b_k_scale * power, FORM)
             wide_head = key_head.to(tl.int64)
-            old = (q, q, (0, 0, 0), (0, 0, 0), where, border)
+            old = (q, q, (0, 0, 0), (0, 0, 0), page_rows, where, border)
             if FOUND != "":
                 old = (
                     cache_k + wide_head * cache_k_head, cache_v + wide_head * cache_v_head,
                     (cache_k_page, cache_k_row, cache_k_channel),
-                    (cache_v_page, cache_v_row, cache_v_channel), where, border,
+                    (cache_v_page, cache_v_row, cache_v_channel), page_rows, where, border,
                 )  # fmt: skip
             old_tiles = (
                 cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head
@@ -217,7 +217,7 @@ def unified_kernel(
                 # The keys that a row sees fit in one block, wherever it begins.
                 acc, m, l = reduce(  # noqa: E741
                     acc, m, l, b_q, (lower // BN, tl.cdiv(upper, BN)), old_side, new_side,
-                    new_column, numbers, FOUND, PAGE, NEW, UNIT, DESCRIBED, CACHE_DESCRIBED,
+                    new_column, numbers, FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED,
                     CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
                 )  # fmt: skip
                 if SCALED:
@@ -235,7 +235,7 @@ def unified_kernel(
                     acc, b_m, b_l = reduce(
                         tl.zeros((BM, BDV), tl.float32), tl.full((BM,), NOTHING, tl.float32),
                         tl.zeros((BM,), tl.float32), b_q, (begin, end), old_side, new_side,
-                        new_column, numbers, FOUND, PAGE, NEW, UNIT, DESCRIBED, CACHE_DESCRIBED,
+                        new_column, numbers, FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED,
                         CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
                     )  # fmt: skip
                     if SCALED:

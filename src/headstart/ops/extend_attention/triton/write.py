@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headstart.ops.extend_attention.kv_cache import FP8, FP8_MAX
-from headstart.ops.extend_attention.triton.keys import read_scale
+from headstart.ops.extend_attention.kv_cache import FP8, FP8_MAX, page_strides
+from headstart.ops.extend_attention.triton.keys import find, offsets, read_scale
 from headstart.ops.extend_attention.write_spec import WriteCall
 from headstart.runtime.launcher import current, start
 
@@ -39,22 +39,23 @@ def to_e4m3(x):
     return tl.where(x != x, 0x7F, found | sign).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "page_rows"])
 def write_kernel(
-    rows, store, slots, scale, number, tokens, row_token, row_head, row_channel,
+    rows, store, slots, scale, number, tokens, page_rows, row_token, row_head, row_channel,
     page, row, head, channel, scale_head,
     SIZE: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of one head; a negative slot is not written."""
+    """BT tokens of one head; a negative slot is not written. PAGE, page_rows: as for `find`."""
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     o_d = tl.arange(0, BD)
     m_d = (o_d < SIZE)[None, :]
     m_t = o_t < tokens
-    slot = tl.load(slots + o_t, mask=m_t, other=-1).to(tl.int64)
+    slot = tl.load(slots + o_t, mask=m_t, other=-1)
     p_x = rows + (o_t.to(tl.int64) * row_token)[:, None] + (o_d * row_channel)[None, :]
     b_x = tl.load(p_x + h.to(tl.int64) * row_head, mask=m_t[:, None] & m_d, other=0.0)
-    at = slot // PAGE * page + slot % PAGE * row + h.to(tl.int64) * head
+    found = find(slot, 0, slot, page_rows, "list", PAGE)
+    at = offsets(found[0], found[1], (page, row, channel), PAGE) + h.to(tl.int64) * head
     p_store = store + at[:, None] + (o_d * channel)[None, :]
     if FP8:
         divisor = tl.full((BT, BD), read_scale(scale, number, h * scale_head), tl.float32)
@@ -77,13 +78,15 @@ def write(call: WriteCall) -> None:
         (call.v, cache.v, cache.v_scale),
     ):
         tensor = isinstance(scale, torch.Tensor)
-        page, row = store.stride()[:2] if store.dim() == 4 else (store.stride(0), 0)
+        page, row = page_strides(store, cache.page_size)
+        flat = page == cache.page_size * row
         given = (
             rows, store.view(torch.uint8) if quantised else store, call.slots.contiguous(),
             scale if tensor else None, 1.0 if tensor or scale is None else float(scale),
-            tokens, *rows.stride(), page, row, store.stride(-2), store.stride(-1),
+            tokens, cache.page_size, *rows.stride(), row if flat else page, row,
+            store.stride(-2), store.stride(-1),
             int(tensor and scale.numel() > 1), rows.shape[-1],
-            triton.next_power_of_2(rows.shape[-1]), ROWS, cache.page_size, quantised,
+            triton.next_power_of_2(rows.shape[-1]), ROWS, int(flat), quantised,
         )  # fmt: skip
         arguments = dict(zip(write_kernel.arg_names, given, strict=True))
         with current(call.device):
