@@ -18,7 +18,7 @@ import torch
 
 from headstart.evidence.cases import catalogue, delta_block
 from headstart.evidence.cases.delta_block import DeltaBlockCase
-from headstart.evidence.cases.extend_attention import AttentionCase
+from headstart.evidence.cases.extend_attention import NOSINK, AttentionCase
 from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
 from headstart.evidence.cases.record import Case
 from headstart.runtime.bundle_programs import Program, programs_of
@@ -99,7 +99,11 @@ def _softmax(
 
 
 PROFILES: dict[str, Callable[[], Iterator[Case]]] = {
-    CATALOGUE: lambda: (c for c in catalogue(small=False) if c.op != "model"),
+    CATALOGUE: lambda: (
+        case
+        for case in catalogue(small=False)
+        if case.op != "model" and not case.id.endswith(NOSINK)
+    ),
     "qwen3-next-80b": lambda: chain(_linear(16, 32), _softmax(16, 2, 256)),
     "qwen3.5-9b-like": lambda: chain(_linear(16, 32), _softmax(16, 4, 256)),
     "gpt-oss-20b": lambda: _softmax(64, 8, 64, (128, None), sinks=True),
@@ -110,7 +114,8 @@ PROFILES: dict[str, Callable[[], Iterator[Case]]] = {
         8, 2, 64, (128, None), sinks=True, dtype="float32", pages=(64,)
     ),
 }
-"""Name -> its cases; the models are those of the catalogue, "catalogue" all of its other cases."""
+"""Name -> its cases; the models are those of the catalogue, "catalogue" all of its other cases but
+the siblings without sinks, which exist for arms that know none."""
 
 
 PROCESSORS = {
