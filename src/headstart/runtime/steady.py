@@ -15,9 +15,10 @@ compiled kernels straight to the driver's launcher, each with one tuple of argum
 
 Kernels are launched by `launcher.start`, which records, and take scratch from a `Workspace`. A
 record is of use if every address that a kernel was given is that of a tensor of the signature, of
-an output, of scratch, or of a table that the call's schedule is asked for again. Where it is not, and where Triton does not offer a launcher that can be
-called so (the interpreter), calls go the long way each time. Prepared calls never change, so
-threads may share them; descriptors of scratch belong to the workspace that holds it.
+an output, of scratch, or of a table that the call's schedule is asked for again. Where it is not,
+and where Triton does not offer a launcher that can be called so (the interpreter), calls go the
+long way each time. Prepared calls never change, so threads may share them; descriptors of scratch
+belong to the workspace that holds it.
 """
 
 from __future__ import annotations
