@@ -96,7 +96,7 @@ def rule_returned(world: World) -> Callable[[], Any]:
     gate = Gate.raw(world.some(HV), world.some(HV), beta="logit2")
     return lambda: headstart.gated_delta_rule(
         *rows, gate=gate, qk_l2norm=True, schedule=schedule, state=state, return_state=True,
-        snapshots=torch.bfloat16, out=out,
+        snapshots=torch.float16, out=out,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ HEADSTART_JIT=warn     it is compiled, and logged with the time that took
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -124,12 +125,30 @@ def obtain(program: Program) -> Any:
         held += "" if directory else " is not set"
         raise CompileForbidden(f"{JIT}=forbid: {wanted}, {held}; {program.described()}")
     began = time.perf_counter()
-    compiled = program.compile()
+    compiled = _compiled(program, wanted)
     seconds = time.perf_counter() - began
     _count(compiled=1, seconds=seconds)
     if policy == "warn":
         LOG.warning("compiled %s in %.3f s", wanted, seconds)
     return compiled
+
+
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def _compiled(program: Program, wanted: str) -> Any:
+    try:
+        return program.compile()
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        from triton import knobs
+
+        raise OSError(
+            error.errno,
+            f"{wanted}: Triton's cache {knobs.cache.dir} cannot take what was compiled "
+            f"({error.strerror}); set TRITON_CACHE_DIR to a directory that can, or {BUNDLE}",
+        ) from error
 
 
 def _count(loaded: int = 0, compiled: int = 0, seconds: float = 0.0) -> None:

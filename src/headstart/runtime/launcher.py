@@ -41,7 +41,9 @@ def declines_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
         return "it computes in float32; float64 is for the reference."
     if not installed():
         return "Triton is not installed."
-    if device.type in ("cuda", "meta"):
+    if device.type == "cuda" or current_rehearsal() is not None:
+        return declines_target(target_of(device))
+    if device.type == "meta":
         return None
     if device.type != "cpu":
         return f"its kernels run on CUDA and ROCm devices, not on {device.type}."
@@ -53,6 +55,25 @@ def declines_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly."
     return None
+
+
+FAMILIES = {"cuda": ("8.x", "9.x", "10.x", "12.x"), "hip": ("gfx90a", "gfx94", "gfx95", "gfx11")}
+"""Architectures whose configurations a rule gives: NVIDIA's capabilities, how AMD's names begin."""
+
+
+def declines_target(target: Target) -> str | None:
+    """The sentence why kernels know nothing of such devices, or None: configured as their family.
+
+    >>> declines_target(Target("cuda:86", "cuda", 86, 32)) is None
+    True
+    >>> declines_target(Target("cuda:75", "cuda", 75, 32))
+    'its kernels know the families 8.x, 9.x, 10.x, 12.x of cuda, not that of cuda:75.'
+    """
+    name = f"{target.arch // 10}.x" if isinstance(target.arch, int) else target.arch
+    if name.startswith(FAMILIES[target.backend]):
+        return None
+    known = ", ".join(FAMILIES[target.backend])
+    return f"its kernels know the families {known} of {target.backend}, not that of {target.name}."
 
 
 def processors(device: torch.device) -> int:
@@ -186,6 +207,10 @@ class HostInts(tuple[int, ...]):
         """Their copy on `device`, made once for each stream: it then waits for no other."""
         key = device, stream_of(device)
         found = self._copies.get(key)
+        if found is None and capturing(device):
+            # A warming call on another stream has ended before a capture begins.
+            others = (copy for (place, _), copy in self._copies.items() if place == device)
+            found = next(others, None)
         if found is None:
             found = device_ints(list(self), device)
             # What a graph copies while it is captured is there only once it is replayed.

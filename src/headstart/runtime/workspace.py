@@ -37,7 +37,11 @@ class Workspace(Handled):
         self.take_handle()
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of `shape` and `dtype` in the memory kept under `name`."""
+        """A contiguous tensor of `shape` and `dtype` in the memory kept under `name`.
+
+        Raises torch.OutOfMemoryError where there is no room for it. Implementations take all of
+        their buffers before they write anything that outlives a call, so the call may be repeated.
+        """
         size = dtype.itemsize
         for extent in shape:
             size *= extent
@@ -45,9 +49,7 @@ class Workspace(Handled):
         if memory is None or memory.numel() < size:
             self._memory.pop(name, None)
             self.bound.clear()
-            # A plain tensor even when first asked for under inference mode: the memory outlives it.
-            with torch.inference_mode(False):
-                memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            memory = self._allocate(name, size)
             if type(memory) is not torch.Tensor:  # under FakeTensorMode, as of torch.export
                 raise ValueError(
                     f"workspace: expected real memory, got a {type(memory).__name__}; such calls "
@@ -57,6 +59,21 @@ class Workspace(Handled):
         if (record := current_record()) is not None:
             record.scratch[name] = tuple(shape), dtype, memory.data_ptr()
         return memory[:size].view(dtype).view(tuple(shape))
+
+    def _allocate(self, name: str, size: int) -> torch.Tensor:
+        try:
+            # A plain tensor even when first asked for under inference mode: it outlives the mode.
+            with torch.inference_mode(False):
+                return torch.empty(size, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            # On a CPU PyTorch's error has no type of its own.
+            if self.device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise torch.OutOfMemoryError(
+                f"workspace: {size} bytes for {name!r} do not fit on {self.device} beside the "
+                f"{self.bytes} bytes held; workspace_bytes tells what a call takes, release() "
+                "gives back what is held"
+            ) from error
 
     @property
     def bytes(self) -> int:
