@@ -21,7 +21,7 @@ from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDelta, GatedDeltaCall
 from headstart.ops.gated_delta_rule.steps import sequence_steps
 from headstart.ops.gated_delta_rule.stores import Stores
-from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
+from headstart.ops.gated_delta_rule.triton.scan import ScanConfig, scan_configuration, scan_kernel
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
 from headstart.runtime.launcher import declines_tensors, reads_descriptors, target_of
@@ -58,9 +58,14 @@ def workspace_bytes(call: GatedDeltaCall) -> int:
 
 def _plan(call: GatedDeltaCall) -> Plan:
     _, HV, K, V = call.sizes
-    target = target_of(call.device, INTERPRETED_AS)
-    columns = scan_configuration(K, call.q.dtype, target).BV
-    return Plan.of(call, programs=-(-V // columns) * HV)
+    config = _configuration({"q": call.q, "K": K, "V": V}, call.per_channel)
+    return Plan.of(call, programs=-(-V // config.BV) * HV)
+
+
+def _configuration(given: Given, per_channel: bool) -> ScanConfig:
+    target = target_of(given["q"].device, INTERPRETED_AS)
+    rule = partial(scan_configuration, given["K"], given["q"].dtype, target)
+    return configured("scan", given, rule, ("channels",) if per_channel else ())
 
 
 def run(call: GatedDeltaCall) -> GatedDelta:
@@ -76,11 +81,8 @@ def run(call: GatedDeltaCall) -> GatedDelta:
 
 def _scan(given: Given, pieces: int) -> None:
     V, BK, q = given["V"], given["BK"], given["q"]
-    target = target_of(q.device, INTERPRETED_AS)
-    copied = reads_descriptors(target)
-    switches = ("channels",) if given["PER_CHANNEL"] else ()
-    rule = partial(scan_configuration, given["K"], q.dtype, target)
-    config = configured("scan", given, rule, switches)
+    copied = reads_descriptors(target_of(q.device, INTERPRETED_AS))
+    config = _configuration(given, given["PER_CHANNEL"])
     tiles = {"T": CHUNK, "P": CHUNK}
     own = {"T": given["T"], "P": given["P"]}
     if given["TILES"]:
