@@ -81,6 +81,7 @@ class Schedule(Handled):
         self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
         self._facts: tuple[int, int, int, int, bool, tuple[int, int, int] | None] | None = None
         self._chunks: dict[bool, int] = {}
+        self._short: dict[int, bool] = {}
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -151,6 +152,7 @@ class Schedule(Handled):
         self.drafts, self.snapshot_positions = flags, kept
         self._facts = None
         self._chunks.clear()
+        self._short.clear()
         if self.capacity is None:
             self._on_device.clear()
         for build, tensor in self._on_device.items():
@@ -210,6 +212,27 @@ class Schedule(Handled):
                 count = tokens // CHUNK + room * (3 if drafting else 2)
             self._chunks[drafting] = count
         return self._chunks[drafting]
+
+    def short(self, draft_tokens: int = 0) -> bool:
+        """Whether the new tokens of every sequence lie in one chunk of it.
+
+        draft_tokens: of a cache that takes drafts: then, whether there are at most as many, in one
+        or two chunks. False where a capacity leaves the lengths open.
+
+        >>> schedule = Schedule([60, 2], start_positions=[0, 63], device="cpu")
+        >>> schedule.short(), schedule.short(4), schedule.short(60)
+        (False, False, True)
+        """
+        if draft_tokens not in self._short:
+            steps = zip(self.starts, self.lengths, strict=True)
+            if self.capacity is not None:
+                short = False
+            elif draft_tokens:
+                short = max(self.lengths, default=0) <= draft_tokens
+            else:
+                short = all(start % CHUNK + length <= CHUNK for start, length in steps)
+            self._short[draft_tokens] = short
+        return self._short[draft_tokens]
 
     def on_device(self, build: Callable[[Schedule], list[int]]) -> torch.Tensor:
         """The integers that `build` makes of this schedule, int32 on its device, kept.

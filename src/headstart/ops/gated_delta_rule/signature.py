@@ -62,7 +62,8 @@ def signature(
     if of_state is REFUSED or of_snapshots is REFUSED or not plain(tensors[:given]):
         return None
     cached = type(state) is CacheSlots
-    chunks = schedule.chunk_count(cached and state.cache.draft_tokens > 0)
+    drafts = state.cache.draft_tokens if cached else 0
+    chunks = schedule.chunk_count(drafts > 0), schedule.short(drafts)
     facts = (
         g is None, beta is None, a_log is None, dt_bias is None, out is None,
         gate.kind, gate.beta, gate.lower_bound, return_state, scale, qk_l2norm, reproducible,

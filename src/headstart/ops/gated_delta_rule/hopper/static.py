@@ -14,6 +14,8 @@ from headstart.ops.gated_delta_rule.hopper.call import (
 )
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
+from headstart.ops.gated_delta_rule.hopper.short import short_kernel
+from headstart.ops.gated_delta_rule.hopper.short_call import ONE, SEVERAL
 from headstart.runtime.static import StaticKernel, Target
 
 SCAN = {"q_chunks": 128, "k_chunks": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64,
@@ -32,8 +34,9 @@ ROWS = {
     "tail_k",
     "tail_v",
 }
-FLOATS = {"from_start", "to_end", "sums", "log_decays", "strengths", "carry", "old_state",
-          "new_state", "snapshots", "tail_decay", "tail_beta"}  # fmt: skip
+FLOATS = {"g", "beta", "a_log", "dt_bias", "from_start", "to_end", "sums", "log_decays",
+          "strengths", "carry", "old_state", "new_state", "snapshots", "tail_decay",
+          "tail_beta"}  # fmt: skip
 INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
             "tail_end"}  # fmt: skip
@@ -41,7 +44,7 @@ ODD = {"first_item", "first_piece", "items_there", "tail_rows"}
 
 
 def kernels(target: Target) -> list[StaticKernel]:
-    """Both kernels in both dtypes, plain and with a cache; on Hopper alone."""
+    """All kernels in both dtypes, plain and with a cache; on Hopper alone."""
     if target.name != "cuda:90":
         return []
     found = []
@@ -55,18 +58,32 @@ def kernels(target: Target) -> list[StaticKernel]:
         name = f"prepare_hopper-K128-V128-{suffix}"
         options = {"maxnreg": PREPARE_REGISTERS}
         found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
+        states = {
+            "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
+            "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
+            "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
+            "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1, "snap_k": 128, "snap_v": 1,
+        }  # fmt: skip
+        gates = {
+            "GATE": "raw" if cached else "log", "BETA": "logit" if cached else "value",
+            "HAS_G": True, "HAS_BETA": True, "HAS_BIAS": cached, "NORMALISE": cached,
+        }  # fmt: skip
+        for several, halves in ((False, 2), (True, 2)) if cached else ((False, 2), (False, 1)):
+            form = SEVERAL if several else ONE
+            own = sizes | states | gates | {
+                "CACHED": cached, "SEVERAL": several, "HALVES": halves, "AGAIN": form.again,
+            }  # fmt: skip
+            name = f"short_hopper-K128-V128-{'several-' if several else ''}{halves}-{suffix}"
+            options = {"maxnreg": form.registers}
+            found.append(_kernel(name, short_kernel, {}, own, kind, dtype, options))
         plain = [(form, 0, False) for form in FORMS] + [("deep", 68, False)]
         only_plain = [] if cached else [("deep", 0, True), ("wide", 0, True)]
         for form, preparers, maps in plain + only_plain:
             stages, groups, registers = FORMS[form]
-            own = common | {
+            own = common | states | {
                 "BV": COLUMNS, "STAGES": stages, "GROUPS": groups,
                 "PREPARERS": preparers, "MAPS": maps,
                 "NORMALISE": cached,
-                "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
-                "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,
-                "HAS_SNAPSHOT_SLOTS": cached, "SNAPSHOTS_CACHED": cached,
-                "old_k": 128, "old_v": 1, "new_k": 128, "new_v": 1, "snap_k": 128, "snap_v": 1,
             }  # fmt: skip
             kind_of = "-beside" if preparers else "-maps" if maps else ""
             name = f"scan_hopper-K128-V128-{form}{kind_of}-{suffix}"
@@ -100,7 +117,7 @@ def _kernel(
             signature[argument] = "*i32"
         elif argument == "present":
             signature[argument] = "*i1"
-        elif argument == "scale":
+        elif argument in ("scale", "lower_bound"):
             signature[argument] = "fp32"
         else:
             signature[argument] = "i32"

@@ -2,12 +2,12 @@
 
     Gamma_ij = exp(sum of the log decays of rows j < m <= i) = exp2(high_i - high_j + low_i - low_j)
 
-A running sum is kept in units of log 2 as two float32 words of one float64 sum, so a difference of
-sums is as exact as its own size allows. exp of a log decay below CUT, -inf included, is 0 in
-float32, as is exp2(-FAR): such a row adds -FAR, which a difference either holds or cancels exactly,
-so -inf and -316 cost no other entry a digit. Row i of every result looks at rows <= i alone. A row
-that holds no token has log decay 0 and beta 0; `clean` of a head is its first row whose gates are
-not finite, 64 if there is none.
+Running sums count whole units of 2^-48 log 2, so no order of adding changes a bit, and are kept as
+two float32 words: a difference of sums is as exact as its own size allows. exp of a log decay below
+CUT, -inf included, is 0 in float32, as is exp2(-FAR): such a row adds -FAR, which a difference
+either holds or cancels exactly, so -inf and -316 cost no other entry a digit. Row i of every result
+looks at rows <= i alone. A row that holds no token has log decay 0 and beta 0; `clean` of a head is
+its first row whose gates are not finite, 64 if there is none.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -24,6 +24,31 @@ SLOTS = ["slots"]
 CUT = tl.constexpr(-104.0)
 FAR = tl.constexpr(256.0)
 LOG2E = tl.constexpr(1.4426950408889634)
+UNITS = tl.constexpr(2.0**48)
+"""Of a sum, in one power of two; 64 rows of FAR leave int64 one bit."""
+
+
+@triton.jit
+def units(decay):
+    """A log decay as what it adds to a running sum."""
+    step = tl.where(decay < CUT, -FAR, decay.to(tl.float64) * LOG2E)
+    # What is not finite counts as FAR; it spoils its row, and rows from it on.
+    return (tl.where(step < FAR, step, FAR) * UNITS).to(tl.int64)
+
+
+@triton.jit
+def words(total):
+    """A running sum in powers of two, as two float32 words."""
+    total = total.to(tl.float64) * (1.0 / UNITS)
+    high = total.to(tl.float32)
+    rest = (total - high.to(tl.float64)).to(tl.float32)
+    return high, rest
+
+
+@triton.jit
+def not_finite(decay, b):
+    """Whether a row's gates spoil it; a decay of -inf does not."""
+    return (b * 0.0 != 0.0) | (decay != decay) | (decay == float("inf"))
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
@@ -122,14 +147,10 @@ def decays_kernel(
     tl.store(strengths + tile + square, b, mask=there)
     if CACHED:
         tl.store(log_decays + tile + square, decay, mask=there)
-    spoiled = (b * 0.0 != 0.0) | (decay != decay) | (decay == float("inf"))
-    first = tl.min(tl.where(spoiled, rows[:, None], 64), 0)
+    first = tl.min(tl.where(not_finite(decay, b), rows[:, None], 64), 0)
     tl.store(clean + local * HV + heads, first, mask=heads < HV)
 
-    step = tl.where(decay < CUT, -FAR, decay.to(tl.float64) * LOG2E)
-    total = tl.cumsum(step.to(tl.float64), 0)
-    high = total.to(tl.float32)
-    rest = (total - high.to(tl.float64)).to(tl.float32)
+    high, rest = words(tl.cumsum(units(decay), 0))
     tl.store(sums + 2 * tile + square, high, mask=there)
     tl.store(sums + 2 * tile + HV * 64 + square, rest, mask=there)
     begin = tl.where(rows[:, None] < first[None, :], tl.exp2(high + rest), float("nan"))

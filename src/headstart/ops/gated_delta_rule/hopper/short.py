@@ -1,0 +1,378 @@
+"""Short sequences on NVIDIA Hopper in one launch: from the rows of a call and a tail to outputs.
+
+    A = strict_lower(beta_i (k_i . k_j) Gamma_ij)    T = (I + A)^-1
+    P = scale tril((q_i . k_j) Gamma_ij)             v_new = T beta (v - Gamma_i0 k S)
+    o = scale Gamma_i0 q S + P v_new                 S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
+
+[Gated Delta Networks, arXiv 2412.06464.] What `decays`, `prepare` and `scan` compute in turn for
+long sequences: the same products, roundings and order of adding, hence the same bits. One program
+per value head and sequence; nothing but states, rows and outputs passes through memory. T and P of
+a chunk serve both halves of V, which take turns; S of a half, transposed [64, K], is in registers.
+A sequence of several chunks makes T and P anew for each half.
+"""
+
+# Kernels are written in Gluon, which reads other types than Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false
+# ruff: noqa: SIM102, RUF059 (an outer test of a constant is decided when the kernel is compiled;
+# functions unpack what they share, and use a part)
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from headstart.ops.gated_delta_rule.hopper.short_tiles import SCALES, keep_rows, make_tiles
+
+SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
+
+
+@gluon.jit
+def prefetch_state(state, sk: gl.constexpr, sv: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """Ask for the lines of a state [K, V], contiguous along one of both, long before its use."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    line: gl.constexpr = 128 * 8 // state.dtype.element_ty.primitive_bitwidth
+    first = gl.arange(0, K * V // line, layout=LANES) * line
+    at = first // V * sk if sv == 1 else first // K * sv
+    at += first % V if sv == 1 else first % K
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [state + at],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def state_of(
+    old_state, block, old_n, old_h, slot, head, there,
+    K: gl.constexpr, old_k: gl.constexpr, old_v: gl.constexpr,
+):  # fmt: skip
+    """64 columns of a state, transposed [64, K]."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ck = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
+    cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE))
+    found = old_state + slot * old_n + head * old_h
+    found = found + ck[None, :] * old_k + cv[:, None] * old_v
+    return gl.load(found, mask=there, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def keep_state(S, state, block, K: gl.constexpr, sk: gl.constexpr, sv: gl.constexpr):
+    """Store S as 64 columns of a state, rounded to its dtype."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ck = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
+    cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE))
+    gl.store(state + ck[None, :] * sk + cv[:, None] * sv, S.to(state.dtype.element_ty))
+
+
+@gluon.jit
+def keep_snapshot(
+    S, snaps, index, head, block, stands,
+    K: gl.constexpr, snap_k: gl.constexpr, snap_v: gl.constexpr,
+    HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
+):  # fmt: skip
+    """Snapshot `index` of the call: S, a state after `stands` tokens."""
+    (
+        snapshots, snapshot_slots, snapshot_position, snapshot_end, snap_n, snap_h, snap_position,
+    ) = snaps  # fmt: skip
+    target = index.to(gl.int64)
+    if HAS_SNAPSHOT_SLOTS:
+        target = gl.load(snapshot_slots + index).to(gl.int64)
+    if target >= 0:
+        keep_state(S, snapshots + target * snap_n + head * snap_h, block, K, snap_k, snap_v)
+        if SNAPSHOTS_CACHED:
+            if block == 0:
+                gl.store(snapshot_position + target * snap_position + head, stands)
+                gl.store(snapshot_end + target * snap_position + head, stands)
+
+
+@gluon.jit
+def opened(
+    old, snaps, opens, opening, stands, head, block,
+    K: gl.constexpr, old_k: gl.constexpr, old_v: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr,
+    HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
+):  # fmt: skip
+    """The state that the first chunk meets, which may be a snapshot."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    old_state, old_n, old_h, slot, there = old
+    S = gl.zeros((64, K), gl.float32, STATE)
+    if HAS_STATE:
+        S = state_of(old_state, block, old_n, old_h, slot, head, there, K, old_k, old_v)
+    if HAS_SNAPSHOTS:
+        if opens:
+            keep_snapshot(
+                S, snaps, opening, head, block, stands, K, snap_k, snap_v,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+            )  # fmt: skip
+    return S
+
+
+@gluon.jit
+def advance(
+    S, old, outs, snaps, tiles, place, low, after, fold, write, more, head, block, scale,
+    K: gl.constexpr, V: gl.constexpr,
+    old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_NEW: gl.constexpr,
+    HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
+    CACHED: gl.constexpr, AGAIN: gl.constexpr,
+):  # fmt: skip
+    """Outputs of a chunk in one half of V, and the state after it where anyone wants it.
+
+    AGAIN: for that the state is read once more, so that its registers are free meanwhile.
+    """
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    BY_ROW: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
+    BY_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    old_state, old_n, old_h, slot, there = old
+    o, o_token, o_head, new_state, new_n, new_h = outs
+    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales = tiles
+    row, start, end, held, stands, _slot = place
+    dtype: gl.constexpr = k_tile.dtype
+    v_tile = halves.index(block)
+    rows = gl.arange(0, 64, layout=COLUMN)
+    left = gl.convert_layout(S.to(dtype), BY_ROW)
+    x = warpgroup_mma(
+        left, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    y = warpgroup_mma(
+        left, q_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    inside = scales.index(0).load(COLUMN)
+    beta = scales.index(1).load(COLUMN)
+    outside = scales.index(2).load(COLUMN)
+    takes_part = scales.index(3).load(COLUMN)
+    whole = gl.sum(gl.where(rows == 63, inside, 0.0), 0)
+    vt = v_tile.permute((1, 0)).load(ROW)
+    x, left = warpgroup_mma_wait(1, deps=[x, left])
+    r = (vt.to(gl.float32) - x * inside[None, :]) * beta[None, :]
+    r = gl.where((takes_part != 0.0)[None, :], r, 0.0)
+    right = gl.convert_layout(r.to(dtype), BY_ROW)
+    v_new = warpgroup_mma(
+        right, T_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    y, left = warpgroup_mma_wait(1, deps=[y, left])
+    y = y * (inside * scale)[None, :]
+    v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
+    rounded = gl.convert_layout(v_new.to(dtype), BY_ROW)
+    out = warpgroup_mma(rounded, P_tile.permute((1, 0)), y, is_async=True)
+    out, rounded = warpgroup_mma_wait(0, deps=[out, rounded])
+    # o^T takes v's place.
+    v_tile.permute((1, 0)).store(out.to(dtype))
+    wanted = more
+    if CACHED:
+        wanted = wanted | ((low + 64 == fold) & (write >= 0))
+    if HAS_SNAPSHOTS:
+        wanted = wanted | (after >= 0)
+    if HAS_NEW:
+        wanted = True
+    if wanted:
+        if AGAIN:
+            S = state_of(old_state, block, old_n, old_h, slot, head, there, K, old_k, old_v)
+        update = gl.convert_layout((v_new * outside[None, :]).to(dtype), BY_STATE)
+        S = warpgroup_mma(update, k_tile, S * whole, is_async=True)
+        S, update = warpgroup_mma_wait(0, deps=[S, update])
+        if HAS_SNAPSHOTS:
+            if after >= 0:
+                keep_snapshot(
+                    S, snaps, after, head, block, low + 64, K, snap_k, snap_v,
+                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+                )  # fmt: skip
+        if CACHED:
+            if (low + 64 == fold) & (write >= 0):
+                keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
+        elif HAS_NEW:
+            if (not more) & (write >= 0):
+                keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
+    gl.thread_barrier()
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    to = o + (row + low - start).to(gl.int64) * o_token + head * o_head + block * 64
+    gl.store(
+        to + at[:, None] * o_token + columns[None, :],
+        v_tile.load(LINES),
+        mask=((low + at >= start) & (low + at < end))[:, None],
+    )
+    return S
+
+
+@gluon.jit(do_not_specialize_on_alignment=SLOTS)
+def short_kernel(
+    q, k, v, o, g, beta, a_log, dt_bias, sequences, items,
+    old_state, read_slots, present, new_state, write_slots,
+    snapshots, snapshot_slots, snapshot_position, snapshot_end,
+    position, tail_end, tail_k, tail_v, tail_decay, tail_beta, scale, lower_bound,
+    q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
+    g_token, g_head, beta_token, beta_head, old_n, old_h, new_n, new_h,
+    snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head,
+    tail_v_slot, tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head,
+    tail_rows,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr,
+    GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
+    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr, CACHED: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
+    HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
+    HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
+    HALVES: gl.constexpr, SEVERAL: gl.constexpr, AGAIN: gl.constexpr,
+):  # fmt: skip
+    """One program per (HALVES halves of V, value head, sequence).
+
+    SEVERAL: whether a sequence may have more chunks than one. HALVES must be 2 with a cache, whose
+    positions a program reads and writes alone.
+    """
+    program = gl.program_id(0)
+    first_block = program % (2 // HALVES)
+    head = program // (2 // HALVES) % HV
+    n = program // (2 // HALVES * HV)
+    key_head = head // (HV // H)
+    row = gl.load(sequences + n * 8)
+    start = gl.load(sequences + n * 8 + 1)
+    end = start + gl.load(sequences + n * 8 + 2)
+    first_chunk = gl.load(sequences + n * 8 + 3)
+    begin = gl.load(sequences + n * 8 + 4)
+    count = gl.load(sequences + n * 8 + 5)
+    fold = gl.load(sequences + n * 8 + 6)
+    opening = gl.load(sequences + n * 8 + 7)
+    if count < 0:
+        return
+    # Where the state before the first chunk stands, and whether there is one.
+    slot = n.to(gl.int64)
+    write = n.to(gl.int64)
+    if HAS_WRITE:
+        write = gl.load(write_slots + n).to(gl.int64)
+    if HAS_READ:
+        slot = gl.load(read_slots + n).to(gl.int64)
+    there = slot >= 0
+    slot = gl.maximum(slot, 0)
+    if HAS_PRESENT:
+        there = there & (gl.load(present + n) != 0)
+    held = False
+    stands = start
+    first = begin
+    if CACHED:
+        held = there & (start > 0)
+        stands = start // 64 * 64
+        if held & (count > 0):
+            stands = gl.load(position + slot * position_slot + head)
+        first = begin + gl.where(count > 0, (stands - first_chunk * 64) // 64, 0)
+        there = held & (stands > 0)
+    last = begin + count
+    if HAS_STATE:
+        if (old_v == 1) | (old_k == 1):
+            if there:
+                prefetch_state(old_state + slot * old_n + head * old_h, old_k, old_v, K, V)
+
+    dtype: gl.constexpr = k.dtype.element_ty
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    zeros = gl.allocate_shared_memory(dtype, [8, 64], FLAT)
+    zeros.store(gl.zeros([8, 64], dtype, LINES))
+    tiles = (
+        gl.allocate_shared_memory(dtype, [64, K], WIDE),
+        gl.allocate_shared_memory(dtype, [64, K], WIDE),
+        gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE),
+        gl.allocate_shared_memory(dtype, [64, 64], SQUARE),
+        gl.allocate_shared_memory(dtype, [64, 64], SQUARE),
+        zeros,
+        gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
+    )
+    place = row, start, end, held, stands, slot
+    rows = (
+        q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+    )  # fmt: skip
+    gates = (
+        g, beta, a_log, dt_bias, tail_decay, tail_beta, lower_bound,
+        g_token, g_head, beta_token, beta_head,
+        tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+    )  # fmt: skip
+    old = old_state, old_n, old_h, slot, there
+    outs = o, o_token, o_head, new_state, new_n, new_h
+    snaps = (
+        snapshots, snapshot_slots, snapshot_position, snapshot_end, snap_n, snap_h, snap_position,
+    )  # fmt: skip
+    # Zeros need no second read.
+    REREAD: gl.constexpr = AGAIN and HAS_STATE
+    # Where a slot's state is not that of the opening, the first chunk leads there.
+    opens = (opening >= 0) & (stands == start // 64 * 64)
+    low = (first_chunk + first - begin) * 64
+    if not SEVERAL:
+        if first < last:
+            make_tiles(
+                rows, gates, place, low, head, key_head, tiles, scale,
+                K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE, CACHED,
+            )  # fmt: skip
+            if CACHED:
+                if (write >= 0) & (low >= fold):
+                    keep_rows(rows, gates, place, low, head, key_head, tiles, write, H, HV, K, V)
+        for half in gl.static_range(HALVES):
+            block = first_block + half
+            S = opened(
+                old, snaps, opens, opening, stands, head, block, K, old_k, old_v, snap_k, snap_v,
+                HAS_STATE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+            )  # fmt: skip
+            if first < last:
+                after = -1
+                if HAS_SNAPSHOTS:
+                    after = gl.load(items + first * 3 + 2)
+                S = advance(
+                    S, old, outs, snaps, tiles, place, low, after, fold, write, False,
+                    head, block, scale, K, V, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_NEW,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, REREAD,
+                )  # fmt: skip
+            elif HAS_NEW:
+                if write >= 0:
+                    keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
+    else:
+        # What does not change in the loops is formed anew: it would fill the registers.
+        for half in tl.range(HALVES, disable_licm=True):
+            block = first_block + half
+            S = opened(
+                old, snaps, opens, opening, stands, head, block, K, old_k, old_v, snap_k, snap_v,
+                HAS_STATE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+            )  # fmt: skip
+            for item in tl.range(first, last, disable_licm=True):
+                low = (first_chunk + item - begin) * 64
+                if (half == 0) | (last - first > 1):
+                    make_tiles(
+                        rows, gates, place, low, head, key_head, tiles, scale,
+                        K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE, CACHED,
+                    )  # fmt: skip
+                    if CACHED:
+                        if (half == 0) & (write >= 0) & (low >= fold):
+                            keep_rows(
+                                rows, gates, place, low, head, key_head, tiles, write, H, HV, K, V
+                            )
+                after = -1
+                if HAS_SNAPSHOTS:
+                    after = gl.load(items + item * 3 + 2)
+                S = advance(
+                    S, old, outs, snaps, tiles, place, low, after, fold, write, item + 1 < last,
+                    head, block, scale, K, V, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_NEW,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, False,
+                )  # fmt: skip
+                # Before the next chunk's rows take the place of these.
+                gl.thread_barrier()
+            if HAS_NEW:
+                if (first >= last) & (write >= 0):
+                    keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
+    if CACHED:
+        if write >= 0:
+            gl.store(position + write * position_slot + head, fold)
+            gl.store(tail_end + write * position_slot + head, end)

@@ -1,0 +1,121 @@
+"""Which calls go to the kernel of short sequences, and that what they launch compiles.
+
+The kernel runs on a GPU alone; this is what a machine without one can tell.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from headstart import DeltaCache, Gate, Pool, Schedule  # noqa: E402
+from headstart.ops.gated_delta_rule import spec  # noqa: E402
+from headstart.ops.gated_delta_rule.hopper import short_call  # noqa: E402
+from headstart.ops.gated_delta_rule.stores import Stores  # noqa: E402
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+         torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
+
+
+def bound(lengths, H=2, HV=4, dtype=torch.bfloat16, drafts=None, columns=128, **options):
+    """A call with a cache where `drafts` is given, the draft tokens that it takes."""
+    T = sum(lengths)
+    q, k, v = (torch.zeros(T, heads, columns, dtype=dtype)[..., :128] for heads in (H, H, HV))
+    how = {"start_positions": options.pop("starts", 0), "drafts": options.pop("flags", False)}
+    schedule = Schedule(lengths, device="cpu", capacity=options.pop("capacity", None), **how)
+    names = "snapshots", "state", "scale", "reproducible", "workspace", "out"
+    given: dict[str, Any] = dict.fromkeys(names)
+    given |= {"gate": Gate.log(), "return_state": drafts is None, "qk_l2norm": False}
+    if drafts is not None:
+        cache = DeltaCache(len(lengths), H=H, HV=HV, K=128, V=128, dtype=dtype, device="cpu",
+                           draft_tokens=drafts)  # fmt: skip
+        given["state"] = cache.at(list(range(len(lengths))))
+    given |= options
+    g, beta = torch.zeros(T, HV), torch.zeros(T, HV)
+    return spec.bind(q, k, v, g, beta, schedule=schedule, **given)
+
+
+@pytest.mark.parametrize(
+    ("expected", "lengths", "options"),
+    [
+        (True, [64, 1, 0, 30], {}),
+        (False, [64, 65], {}),
+        (False, [2], {"starts": 63}),
+        (False, [0, 0], {}),
+        (False, [5], {"capacity": (2, 64, 0)}),
+        (False, [5], {"columns": 136}),
+        (True, [1, 64], {"drafts": 0, "starts": [200, 64]}),
+        (False, [1, 2], {"drafts": 0, "starts": [200, 63]}),
+        (True, [4, 4], {"drafts": 4, "starts": [200, 63], "flags": True}),
+        (True, [4, 4], {"drafts": 4, "starts": [200, 63]}),
+        (False, [5, 4], {"drafts": 4, "starts": [200, 63]}),
+    ],
+)
+def test_calls_are_taken_by_host_facts(expected, lengths, options):
+    assert short_call.takes(bound(lengths, **options)) is expected
+
+
+CALLS = {
+    "plain": lambda: bound([64, 20]),
+    "float16": lambda: bound([64], H=1, HV=1, dtype=torch.float16),
+    "a state": lambda: bound([30, 20], state=torch.zeros(2, 4, 128, 128), snapshots=torch.float32),
+    "a pool": lambda: bound(
+        [60, 30],
+        qk_l2norm=True,
+        return_state=False,
+        state=Pool(
+            torch.zeros(5, 4, 128, 128, dtype=torch.bfloat16),
+            [1, 2],
+            [3, -1],
+            torch.tensor([True, False]),
+            layout="vk",
+        ),
+    ),
+    "decode": lambda: bound([1, 1], drafts=0, starts=[200, 64], qk_l2norm=True),
+    "drafts": lambda: bound(
+        [4, 4],
+        drafts=16,
+        starts=[100, 126],
+        flags=True,
+        gate=Gate.raw(torch.zeros(4), torch.zeros(4), beta="logit"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_short_call_launches_compiles(monkeypatch, name):
+    found = []
+
+    def compile(kernel: Any, grid: Any, given: dict[str, Any], **options: Any) -> None:
+        signature, constants, attributes = {}, {}, {}
+        for index, parameter in enumerate(kernel.params):
+            value, divisible = given[parameter.name], True
+            if parameter.is_constexpr or (type(value) is int and value == 1):
+                signature[parameter.name], divisible = "constexpr", False
+                constants[parameter.name] = value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = f"*{NAMES[value.dtype]}"
+                divisible = value.data_ptr() % 16 == 0
+            elif isinstance(value, float):
+                signature[parameter.name], divisible = "fp32", False
+            else:
+                signature[parameter.name], divisible = "i32", value % 16 == 0
+            if divisible:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = GluonASTSource(kernel, signature, constants, attributes)
+        found.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+    monkeypatch.setattr(short_call, "start", compile)
+    monkeypatch.setattr(short_call, "processors", lambda device: 132)
+    call = CALLS[name]()
+    assert short_call.takes(call)
+    short_call.launch(call, Stores.allocate(call, torch.float32))
+    (kernel,) = found
+    assert "wgmma" in kernel.asm["ptx"]
+    # Three programs share a multiprocessor, in shared memory at least.
+    assert kernel.metadata.shared <= 74 * 1024
