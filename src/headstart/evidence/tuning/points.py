@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ class Point:
         """The case's id, and what it does not say."""
         return f"{self.case.id}{' reproducible' if self.reproducible else ''}"
 
+    @cached_property
     def blank(self) -> dict[str, Any]:
-        """Arguments on meta tensors, for a rehearsal."""
+        """Arguments on meta tensors, for rehearsals."""
         case = self.case
         if isinstance(case, DeltaBlockCase):
             return self._of_block(case.blank_block("meta"))

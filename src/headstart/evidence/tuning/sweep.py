@@ -76,7 +76,7 @@ def plan(points: Sequence[Point], device: torch.device) -> Plan:
 
 def rehearsed(point: Point, rows: Mapping[Key, Any], device: torch.device) -> Rehearsal:
     """What a point would launch with these configurations and the rule's for all other keys."""
-    operation, call, _ = dispatch.bound(point.operation, (), point.blank())
+    operation, call, _ = dispatch.bound(point.operation, (), point.blank)
     with using(rows), rehearsing(target_of(device), processors(device)) as rehearsal:
         dispatch.run(operation, call, KERNELS)
     return rehearsal
@@ -85,16 +85,18 @@ def rehearsed(point: Point, rows: Mapping[Key, Any], device: torch.device) -> Re
 def _decides(point: Point, key: Key, rule: Any, by_rule: Rehearsal, device: torch.device) -> bool:
     """Whether another configuration of a key is another launch: an answer may be asked for, and
     then another one, since keys cannot be copied as the first would."""
-    for other in neighbours(rule, fixed_fields(key, target_of(device).name)):
-        changed = rehearsed(point, {key: other}, device)
-        for old, new in zip(by_rule.launches, changed.launches, strict=True):
-            if (old.options, _numbers(old.arguments)) != (new.options, _numbers(new.arguments)):
-                return True
-    return False
+    found = _launches(by_rule)
+    tried = neighbours(rule, fixed_fields(key, target_of(device).name))
+    return any(_launches(rehearsed(point, {key: one}, device)) != found for one in tried)
 
 
-def _numbers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in arguments.items() if isinstance(x, int | float | str)}
+def _launches(rehearsal: Rehearsal) -> list[Any]:
+    """What tells launches apart: kernels, options, and arguments that are no tensors."""
+    plain = int | float | str
+    return [
+        (run.kernel, run.options, {x: v for x, v in run.arguments.items() if isinstance(v, plain)})
+        for run in rehearsal.launches
+    ]
 
 
 @contextmanager
