@@ -13,6 +13,7 @@ from tests.implementations import KERNELS as INTERPRETED
 
 import headstart
 from headstart import DeltaCache, ExtendPlan, KVCache, Schedule
+from headstart.evidence.environment import environment
 from headstart.runtime import tables
 from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import TARGETS
@@ -174,6 +175,19 @@ def test_another_devices_table_is_not_used(path, use, monkeypatch):
     folder = use(packaged=[Table(tables.FOLDER / "interpreter.json", H200, (row(),))])
     with pytest.raises(ValueError, match=rf"{folder}/interpreter.json: expected a table for inter"):
         rows_of(CPU)
+
+
+def test_the_environment_tells_which_there_are(path, use):
+    folder = use(
+        Table(path, H200, (row(),)),
+        packaged=[Table(tables.FOLDER / "interpreter.json", INTERPRETER, (row(), row(EXTEND)))],
+    )
+    assert environment()["table"] == {
+        f"{folder}/interpreter.json": "interpreter (interpreter), 2 rows",
+        str(path): "NVIDIA H200 (cuda:90), 1 rows",
+    }
+    path.write_text("{")
+    assert environment()["table"]["damaged"].startswith(f"tables: {path}: is no JSON")
 
 
 def test_architecture_counts_beside_the_name(path, use):

@@ -23,10 +23,10 @@ PACKAGES = (
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """Facts by heading: versions, devices, implementations, files, variables.
+    """Facts by heading: versions, devices, implementations, tables, files, variables.
 
     >>> sorted(environment())
-    ['checkpoint', 'device', 'implementations', 'variable', 'version']
+    ['checkpoint', 'device', 'implementations', 'table', 'variable', 'version']
     """
     from headstart import checkpoints
     from headstart.runtime.dispatch import operations
@@ -37,6 +37,7 @@ def environment() -> dict[str, dict[str, Any]]:
         "implementations": {
             name: ", ".join(operation.places) for name, operation in sorted(operations().items())
         },
+        "table": _tables(),
         "checkpoint": {name: _checkpoint(checkpoints.path(name)) for name in checkpoints.names()},
         "variable": {
             name: value
@@ -81,6 +82,17 @@ def _devices() -> dict[str, str]:
                 f"{properties.total_memory / 2**30:.0f} GiB"
             )
     return devices
+
+
+def _tables() -> dict[str, str]:
+    """Files of measured configurations, the package's and the user's: for which device."""
+    from headstart.runtime.tables import packaged_tables, user_tables
+
+    try:
+        found = [*packaged_tables(), *user_tables()]
+    except ValueError as error:  # what is wrong with an installation is what this is asked for
+        return {"damaged": str(error)}
+    return {str(table.path): f"{table.device}, {len(table.rows)} rows" for table in found}
 
 
 def _version(package: str) -> str:

@@ -134,7 +134,12 @@ def user_tables() -> list[Table]:
     return [Table.read(Path(name)) for name in names if name]
 
 
+def packaged_tables() -> list[Table]:
+    """The package's tables of all kinds of devices."""
+    return [Table.read(path) for path in sorted(FOLDER.glob("*.json"))]
+
+
 def tables_for(target: str) -> list[Table]:
     """All tables, the package's and the user's, of devices that kernels of a target run on."""
-    packaged = [Table.read(path) for path in sorted(FOLDER.glob("*.json"))]
-    return [table for table in (*packaged, *user_tables()) if table.device.target == target]
+    found = (*packaged_tables(), *user_tables())
+    return [table for table in found if table.device.target == target]
