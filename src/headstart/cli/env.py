@@ -8,7 +8,7 @@ import click
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def command(as_json: bool) -> None:
-    """Print versions, devices, implementations and HEADSTART_* variables."""
+    """Print versions, devices, implementations, tables and HEADSTART_* variables."""
     from headstart.cli.printing import print_json, print_table
     from headstart.evidence.environment import environment
 
