@@ -11,13 +11,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= tiny-qwen3-next
 PROMPT ?= $(shell $(BIN)/python -c 'from headstart import checkpoints; print(checkpoints.sample_text())' 2>/dev/null)
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
 BENCHMARKS ?= $(filter-out %_device.py,$(sort $(wildcard benchmarks/*.py)))
 
 # Two workers on two cores: one thread each, or they fight over the cores.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
 
-.PHONY: help venv prefill test lint types pytest test-interpret mutants format wheel-smoke bench results report-test clean
+.PHONY: help venv prefill test lint types pytest test-interpret mutants format wheel-smoke bench results report-test vllm-venv vllm-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +78,18 @@ results: $(READY)  ## write the README's tables of results from evidence/runs
 # The browser is the machine's own (Debian: apt-get install chromium); without one the test is skipped.
 report-test: $(READY)  ## render a report in a headless Chromium and check what is seen (CHROMIUM=)
 	$(BIN)/pytest tests/evidence/test_report_seen.py -rs
+
+vllm-venv: $(VLLM_READY)  ## set up .venv-vllm: vLLM for CPUs and this package (x86, about 3.5 GB)
+
+# torch comes with what it needs; vLLM without the media libraries that it asks for and no model here needs.
+$(VLLM_READY): requirements-vllm.txt pyproject.toml
+	@[ -x $(VLLM)/bin/pip ] || "$(PYTHON)" -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' requirements-vllm.txt)"
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm.txt --editable .
+	@touch $(VLLM_READY)
+
+vllm-test: $(VLLM_READY)  ## real vLLM engines on the CPU, with the plugin and without (about 10 minutes)
+	$(TEST_ENVIRONMENT) $(VLLM)/bin/python -m pytest tests/integrations/vllm
 
 clean:  ## remove build and test leftovers; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

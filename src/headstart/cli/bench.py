@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headstart.evidence.timing import Ceilings
 
 
-ELSEWHERE = {"trace": "headstart.cli.bench_trace"}
+ELSEWHERE = {"serve": "headstart.cli.bench_serve", "trace": "headstart.cli.bench_trace"}
 """Subcommand -> the module that has it, as an attribute of the same name."""
 
 

@@ -110,16 +110,18 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> StepMetadata:
-        """The plan of one step. Lengths of requests that only the device knows are read back."""
+        """The plan of one step. With drafts only the device knows lengths: they are read back."""
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(
                 "headstart serves causal attention only; leave it out with HEADSTART_VLLM=delta"
             )
-        requests = common.num_reqs
+        requests, known = common.num_reqs, common.seq_lens_cpu_upper_bound
+        if known is None or self.vllm_config.speculative_config is not None:
+            known = common.seq_lens
         step = paged.PagedStep.of(
             common.query_start_loc_cpu[: requests + 1],
-            common.seq_lens[:requests],
+            known[:requests],
             common.block_table_tensor,
             self.page_size,
         )
