@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headstart.ops.gated_delta_rule.hopper.gluon import copy_in, copy_out, thread_barrier
+
 VARYING = ["first_item"]
 SLOTS = ["slots"]
 TAME = gl.constexpr(4.0)
@@ -259,11 +261,11 @@ def fetch(
         bytes: gl.constexpr = 64 * (V + (0 if TILES else 2 * K)) * 2
         mbarrier.expect(bar, bytes)
         if not TILES:
-            tma.async_copy_global_to_shared(k_rows, [source, key_head * k_head], bar, k_tile)
-            tma.async_copy_global_to_shared(q_rows, [source, key_head * q_head], bar, q_tile)
+            copy_in(k_rows, [source, key_head * k_head], bar, k_tile)
+            copy_in(q_rows, [source, key_head * q_head], bar, q_tile)
         for half in gl.static_range(2):
             column = head * v_head + half * 64
-            tma.async_copy_global_to_shared(v_rows, [source, column], bar, halves.index(half))
+            copy_in(v_rows, [source, column], bar, halves.index(half))
 
 
 @gluon.jit
@@ -333,7 +335,7 @@ def prepare_item(
                     tail_v_slot, tail_v_head, tail_rows, V, CACHED,
                 )  # fmt: skip
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     if whole:
         mbarrier.wait(bar, phase)
         phase = phase ^ 1
@@ -353,7 +355,7 @@ def prepare_item(
     spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
     products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
     if STREAMED:
-        gl.thread_barrier()
+        thread_barrier()
         if following < count * HV:
             another = first_item + following // HV
             if not skipped(items, sequences, base, another, following % HV, HV, CACHED):
@@ -400,13 +402,13 @@ def prepare_item(
         gl.store(P_rows + square * 64 + lines, made.index(0).load(LINES))
         gl.store(T_rows + square * 64 + lines, made.index(1).load(LINES))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         gl.atomic_xchg(clean + tile, clean_row + READY, sem="release", scope="gpu")
     else:
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(P, [tile * 64, 0], made.index(0))
-        tma.async_copy_shared_to_global(T, [tile * 64, 0], made.index(1))
+        thread_barrier()
+        copy_out(P, [tile * 64, 0], made.index(0))
+        copy_out(T, [tile * 64, 0], made.index(1))
         if clean_row < 64:
             gl.store(clean + tile, clean_row)
     return phase
@@ -431,7 +433,7 @@ def prepare_kernel(
     if skipped(items, sequences, base, first_item + local, head, HV, CACHED):
         return
     shared = scratch(k.dtype.element_ty, K, False)
-    gl.thread_barrier()
+    thread_barrier()
     rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
     given = (
         T, P, q, q,

@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from headstart.ops.gated_delta_rule.hopper.gluon import copy_out, thread_barrier
+
 
 @gluon.jit
 def store_state(S, tensor, k, v, sk, sv):
@@ -26,10 +28,10 @@ def send_rows(
     o_tile.permute((1, 0)).store(ob)
     if (lower == 0) & (upper == 64):
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_rows, [source, head * o_head + block * BV], o_tile)
+        copy_out(o_rows, [source, head * o_head + block * BV], o_tile)
     else:
         LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        gl.thread_barrier()
+        thread_barrier()
         lines = o_tile.load(LINES)
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
         columns = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))
@@ -38,7 +40,7 @@ def send_rows(
             lines,
             mask=((rows >= lower) & (rows < upper))[:, None],
         )
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from headstart.ops.gated_delta_rule import cutting
+from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_items, scratch
 from headstart.ops.gated_delta_rule.hopper.results import keep_tail, send_rows, store_state
 from headstart.ops.gated_delta_rule.hopper.tiles import GATES, OPENS, copy_tiles, piece_of
@@ -52,7 +53,7 @@ def clear_rows(k_tile, low, start, end, K: gl.constexpr):
     own = ((at >= start) & (at < end))[:, None]
     k_tile.store(gl.where(own, lines, gl.zeros([64, K], k_tile.dtype, LINES)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -215,7 +216,7 @@ def chain(
         S, update = warpgroup_mma_wait(0, deps=[S, update])
         if STAGES == 1 or MAPS:
             # Otherwise sending rows brings the warps together before a stage is left.
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
         if HAS_SNAPSHOTS and not MAPS:
             if after >= 0:
@@ -303,7 +304,7 @@ def scan_kernel(
             a = scratch(q.dtype.element_ty, K, True)
             b = scratch(q.dtype.element_ty, K, True)
             c = scratch(q.dtype.element_ty, K, True)
-            gl.thread_barrier()
+            thread_barrier()
             gl.warp_specialize(
                 [
                     (prepare_items, (
@@ -344,7 +345,7 @@ def scan_kernel(
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     given = (
         v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,

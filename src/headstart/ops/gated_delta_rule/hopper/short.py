@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
 from headstart.ops.gated_delta_rule.hopper.short_tiles import SCALES, keep_rows, make_tiles
 
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
@@ -194,7 +195,7 @@ def advance(
         elif HAS_NEW:
             if (not more) & (write >= 0):
                 keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
-    gl.thread_barrier()
+    thread_barrier()
     at = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     to = o + (row + low - start).to(gl.int64) * o_token + head * o_head + block * 64
@@ -368,7 +369,7 @@ def short_kernel(
                     HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, False,
                 )  # fmt: skip
                 # Before the next chunk's rows take the place of these.
-                gl.thread_barrier()
+                thread_barrier()
             if HAS_NEW:
                 if (first >= last) & (write >= 0):
                     keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, reinterpret, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import (
     TAME,
     inverse_norms,
@@ -49,7 +50,7 @@ def added(a, b):
 def store_vectors(x, to):
     """Store the columns of x [64, SCALES] as vectors."""
     TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    to._reinterpret(gl.float32, [SCALES, 64], TABLE).permute((1, 0)).store(x)
+    reinterpret(to, gl.float32, [SCALES, 64], TABLE).permute((1, 0)).store(x)
 
 
 @gluon.jit
@@ -80,9 +81,7 @@ def gather(
         kept = tail + slot * slot_step + head * tail_head_step
         lines = gl.where(old, kept + ring_of(low, rows, tail_rows) * WIDTH, lines)
         taken = taken | old
-    async_copy.async_copy_global_to_shared(
-        to, lines[:, None] + columns[None, :], mask=taken[:, None]
-    )
+    gather_in(to, lines[:, None] + columns[None, :], mask=taken[:, None])
 
 
 @gluon.jit
@@ -190,7 +189,7 @@ def make_tiles(
         normalise(k_tile, place, low, WIDE_LINES)
         normalise(q_tile, place, low, WIDE_LINES)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     # As in `prepare`.
     products = warpgroup_mma(
@@ -234,7 +233,7 @@ def make_tiles(
     A = gl.where((later > 0) & kept_i, products * G * beta, 0.0)
     P_tile.store(scores.to(dtype))
     # Blocks of A and of its diagonal's inverse lie where T will.
-    blocks = T_tile._reinterpret(gl.float16, [4, 64, 16], BLOCKS)
+    blocks = reinterpret(T_tile, gl.float16, [4, 64, 16], BLOCKS)
     grown = 64
     if wild > 0:
         inverse = unit_lower_inverse(A, blocks, blocks.index(3), True)
@@ -265,10 +264,10 @@ def make_tiles(
     found = gl.where(which == 0, inside, gl.where(which == 1, b[:, None], found))
     store_vectors(found, scales)
     # All have read what lies where T will.
-    gl.thread_barrier()
+    thread_barrier()
     T_tile.store(inverse.to(dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

@@ -8,9 +8,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from headstart.ops.gated_delta_rule import cutting
+from headstart.ops.gated_delta_rule.hopper.gluon import copy_in
 from headstart.ops.gated_delta_rule.hopper.prepare import READY
 
 GATES = gl.constexpr(4)
@@ -158,11 +159,9 @@ def copy_tiles(
             mbarrier.expect(bar, BYTES + 64 * GROUPS * BV * 2)
         key_tile = (local * H + key_head) * 64
         if TILES:
-            tma.async_copy_global_to_shared(k_chunks, [key_tile, 0], bar, k_ring.index(stage))
+            copy_in(k_chunks, [key_tile, 0], bar, k_ring.index(stage))
         else:
-            tma.async_copy_global_to_shared(
-                k_chunks, [source, key_head * k_head], bar, k_ring.index(stage)
-            )
+            copy_in(k_chunks, [source, key_head * k_head], bar, k_ring.index(stage))
         for group in gl.static_range(GROUPS):
             values = v_ring.index(stage * GROUPS + group)
             column = (block + group) * BV
@@ -173,22 +172,16 @@ def copy_tiles(
                         head, v_token, v_head, tail_v_slot, tail_v_head, tail_rows, V, BV,
                     )  # fmt: skip
                 else:
-                    tma.async_copy_global_to_shared(
-                        v_rows, [source, head * v_head + column], bar, values
-                    )
+                    copy_in(v_rows, [source, head * v_head + column], bar, values)
             else:
-                tma.async_copy_global_to_shared(
-                    v_rows, [source, head * v_head + column], bar, values
-                )
-        tma.async_copy_global_to_shared(T, [tile * 64, 0], bar, T_ring.index(stage))
+                copy_in(v_rows, [source, head * v_head + column], bar, values)
+        copy_in(T, [tile * 64, 0], bar, T_ring.index(stage))
         if not MAPS:
             if TILES:
-                tma.async_copy_global_to_shared(q_chunks, [key_tile, 0], bar, q_ring.index(stage))
+                copy_in(q_chunks, [key_tile, 0], bar, q_ring.index(stage))
             else:
-                tma.async_copy_global_to_shared(
-                    q_chunks, [source, key_head * q_head], bar, q_ring.index(stage)
-                )
-            tma.async_copy_global_to_shared(P, [tile * 64, 0], bar, P_ring.index(stage))
+                copy_in(q_chunks, [source, key_head * q_head], bar, q_ring.index(stage))
+            copy_in(P, [tile * 64, 0], bar, P_ring.index(stage))
         gate_ring.index(stage * GATES).store(inside)
         gate_ring.index(stage * GATES + 1).store(strength)
         gate_ring.index(stage * GATES + 2).store(outside)

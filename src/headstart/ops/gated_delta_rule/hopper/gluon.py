@@ -1,0 +1,26 @@
+"""What Triton 3.6 and later releases call by different names in Gluon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+def _named(place: Any, early: str, late: str) -> Any:
+    # Early names may still be there later, to say that they are gone.
+    return getattr(place, early if hasattr(gl, "thread_barrier") else late)
+
+
+thread_barrier = _named(gl, "thread_barrier", "barrier")
+"""All threads of the group meet."""
+copy_in = _named(tma, "async_copy_global_to_shared", "async_load")
+"""The copy engine reads: descriptor, coordinates, barrier, tile."""
+copy_out = _named(tma, "async_copy_shared_to_global", "async_store")
+"""The copy engine writes: descriptor, coordinates, tile."""
+gather_in = _named(async_copy, "async_copy_global_to_shared", "async_load")
+"""Every thread has its own words copied: tile, pointers, mask."""
+reinterpret = _named(gl.shared_memory_descriptor, "_reinterpret", "reinterpret")
+"""The same shared memory in another shape: tile, dtype, shape, layout."""
