@@ -117,5 +117,5 @@ def test_what_a_short_call_launches_compiles(monkeypatch, name):
     short_call.launch(call, Stores.allocate(call, torch.float32))
     (kernel,) = found
     assert "wgmma" in kernel.asm["ptx"]
-    # Three programs share a multiprocessor, in shared memory at least.
-    assert kernel.metadata.shared <= 74 * 1024
+    # Two programs and more share a multiprocessor.
+    assert kernel.metadata.shared <= 100 * 1024

@@ -115,24 +115,19 @@ def opened(
 
 @gluon.jit
 def advance(
-    S, old, outs, snaps, tiles, place, low, after, fold, write, more, head, block, scale,
-    K: gl.constexpr, V: gl.constexpr,
-    old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
+    S, outs, snaps, tiles, place, low, after, fold, write, more, head, block, scale,
+    K: gl.constexpr, V: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
     snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_NEW: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    CACHED: gl.constexpr, AGAIN: gl.constexpr,
+    CACHED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs of a chunk in one half of V, and the state after it where anyone wants it.
-
-    AGAIN: for that the state is read once more, so that its registers are free meanwhile.
-    """
+    """Outputs of a chunk in one half of V, and the state after it where anyone wants it."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     BY_ROW: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
     BY_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    old_state, old_n, old_h, slot, there = old
     o, o_token, o_head, new_state, new_n, new_h = outs
     q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales = tiles
     row, start, end, held, stands, _slot = place
@@ -178,8 +173,6 @@ def advance(
     if HAS_NEW:
         wanted = True
     if wanted:
-        if AGAIN:
-            S = state_of(old_state, block, old_n, old_h, slot, head, there, K, old_k, old_v)
         update = gl.convert_layout((v_new * outside[None, :]).to(dtype), BY_STATE)
         S = warpgroup_mma(update, k_tile, S * whole, is_async=True)
         S, update = warpgroup_mma_wait(0, deps=[S, update])
@@ -226,7 +219,7 @@ def short_kernel(
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    HALVES: gl.constexpr, SEVERAL: gl.constexpr, AGAIN: gl.constexpr,
+    HALVES: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
     """One program per (HALVES halves of V, value head, sequence).
 
@@ -308,8 +301,6 @@ def short_kernel(
     snaps = (
         snapshots, snapshot_slots, snapshot_position, snapshot_end, snap_n, snap_h, snap_position,
     )  # fmt: skip
-    # Zeros need no second read.
-    REREAD: gl.constexpr = AGAIN and HAS_STATE
     # Where a slot's state is not that of the opening, the first chunk leads there.
     opens = (opening >= 0) & (stands == start // 64 * 64)
     low = (first_chunk + first - begin) * 64
@@ -333,9 +324,9 @@ def short_kernel(
                 if HAS_SNAPSHOTS:
                     after = gl.load(items + first * 3 + 2)
                 S = advance(
-                    S, old, outs, snaps, tiles, place, low, after, fold, write, False,
-                    head, block, scale, K, V, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, REREAD,
+                    S, outs, snaps, tiles, place, low, after, fold, write, False,
+                    head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED,
                 )  # fmt: skip
             elif HAS_NEW:
                 if write >= 0:
@@ -364,9 +355,9 @@ def short_kernel(
                 if HAS_SNAPSHOTS:
                     after = gl.load(items + item * 3 + 2)
                 S = advance(
-                    S, old, outs, snaps, tiles, place, low, after, fold, write, item + 1 < last,
-                    head, block, scale, K, V, old_k, old_v, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, False,
+                    S, outs, snaps, tiles, place, low, after, fold, write, item + 1 < last,
+                    head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED,
                 )  # fmt: skip
                 # Before the next chunk's rows take the place of these.
                 thread_barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,20 +15,9 @@ from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.runtime.launcher import current, processors, start
 
-
-class Form(NamedTuple):
-    """How a program is built; every form gives the same bits.
-
-    registers: of a thread. again: whether a state is read a second time where it is updated, which
-    leaves its registers to a third program on a multiprocessor.
-    """
-
-    registers: int
-    again: bool
-
-
-ONE, SEVERAL = Form(168, True), Form(255, False)
-"""For sequences of one chunk each, and for those of which some may have more."""
+REGISTERS = 255
+"""Of a thread: two programs on a multiprocessor. With fewer, what is spilt costs more than a third
+program gains."""
 TILE_ROWS = 16
 """Rows begin at, and step by, multiples of as many elements: they are copied 16 bytes at a time."""
 
@@ -56,18 +45,17 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
     cached = isinstance(state, CacheSlots)
     drafting = isinstance(state, CacheSlots) and state.cache.draft_tokens > 0
     table = chunk_table(schedule, cached, drafting)
-    form = SEVERAL if drafting else ONE
     # Few programs leave processors idle; with a cache one program owns a head's positions.
     programs = HV * schedule.N
     halves = 1 if not cached and 2 * programs <= processors(call.device) else 2
     given: dict[str, Any] = step_arguments(call, stores.o) | state_arguments(call, stores)
     given |= {
-        "sequences": table.sequences, "items": table.items, "SEVERAL": drafting,
-        "AGAIN": form.again, "HALVES": halves,
+        "sequences": table.sequences, "items": table.items,
+        "SEVERAL": drafting, "HALVES": halves,
     }  # fmt: skip
     with current(call.device):
         grid = (programs * (2 // halves),)
-        start(short_kernel, grid, given, num_warps=4, maxnreg=form.registers)
+        start(short_kernel, grid, given, num_warps=4, maxnreg=REGISTERS)
 
 
 def _in_pieces(x: torch.Tensor) -> bool:

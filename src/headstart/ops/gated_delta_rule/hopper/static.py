@@ -15,7 +15,7 @@ from headstart.ops.gated_delta_rule.hopper.call import (
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.ops.gated_delta_rule.hopper.short import short_kernel
-from headstart.ops.gated_delta_rule.hopper.short_call import ONE, SEVERAL
+from headstart.ops.gated_delta_rule.hopper.short_call import REGISTERS
 from headstart.runtime.static import StaticKernel, Target
 
 SCAN = {"q_chunks": 128, "k_chunks": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64,
@@ -40,7 +40,7 @@ FLOATS = {"g", "beta", "a_log", "dt_bias", "from_start", "to_end", "sums", "log_
 INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
             "tail_end"}  # fmt: skip
-ODD = {"first_item", "first_piece", "items_there", "tail_rows"}
+ODD = {"first_item", "first_piece", "items_there", "pieces_there", "tail_rows"}
 
 
 def kernels(target: Target) -> list[StaticKernel]:
@@ -69,12 +69,11 @@ def kernels(target: Target) -> list[StaticKernel]:
             "HAS_G": True, "HAS_BETA": True, "HAS_BIAS": cached, "NORMALISE": cached,
         }  # fmt: skip
         for several, halves in ((False, 2), (True, 2)) if cached else ((False, 2), (False, 1)):
-            form = SEVERAL if several else ONE
             own = sizes | states | gates | {
-                "CACHED": cached, "SEVERAL": several, "HALVES": halves, "AGAIN": form.again,
+                "CACHED": cached, "SEVERAL": several, "HALVES": halves,
             }  # fmt: skip
             name = f"short_hopper-K128-V128-{'several-' if several else ''}{halves}-{suffix}"
-            options = {"maxnreg": form.registers}
+            options = {"maxnreg": REGISTERS}
             found.append(_kernel(name, short_kernel, {}, own, kind, dtype, options))
         plain = [(form, 0, False) for form in FORMS] + [("deep", 68, False)]
         only_plain = [] if cached else [("deep", 0, True), ("wide", 0, True)]
