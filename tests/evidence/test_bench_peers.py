@@ -111,6 +111,22 @@ def test_an_engines_chain_computes_the_layer(peers, id, monkeypatch):
             assert found.failures == ()
 
 
+def test_an_engines_convolution_is_right(peers):
+    case = cases.get("conv-next-18778-small")
+    arm = arms.build("sglang", case, CPU)
+    (found,) = check(arm, case, arm.outputs(arm.call()), load_truths(case, 0, CPU, 1))
+    assert (found.output, found.failures) == ("convolution", ())
+
+
+def test_attention_that_cannot_be_compiled_is_missing(peers, monkeypatch):
+    def plan(self, *args, **options):
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere/csrc/prefill.jinja")
+
+    monkeypatch.setattr(fake_peers.FlashInferRagged, "plan", plan)
+    with pytest.raises(arms.MissingPeer, match=r"without sources to compile: prefill\.jinja"):
+        arms.build("flashinfer", cases.get("llama-16k-small"), CPU)
+
+
 @pytest.mark.parametrize(
     ("name", "id", "words"),
     [

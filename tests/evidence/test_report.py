@@ -270,12 +270,33 @@ def test_the_table_names_the_winner(all_runs):
     assert {case: row_of(table, case)[-2] for case in faster} == faster
     assert row_of(table, "gdn-next-18778") == [
         "gdn-next-18778", "18,778", "0.1176", "0.5610", "0.5280", "1.1930", "missing",
-        "1.001 [0.997, 1.004]", "flashinfer 0.941 [0.922, 0.960]", "**flashinfer**",
+        "1.001 [0.997, 1.004]", "flashinfer 0.941 [0.922, 0.960]", "-", "**flashinfer**",
         "2031-05-06, `0123456789ab`",
     ]  # fmt: skip
     assert f"on {made.DEVICE}" in table
     assert "- fa4: sinks rounded to bfloat16" in table
     assert "| mutants | Imaginary C1, 2 cores | **fails**: 4 of 6 killed, 1 explained as" in table
+
+
+def test_peers_are_the_rivals_of_what_is_ours(tmp_path):
+    walls = made.arm("x", 1.0, (0.7, 0.6, 0.8)).ratio
+    arms = [
+        made.arm("headstart", 1.0),
+        made.arm("reproducible", 0.9, (0.9, 0.89, 0.91)),
+        made.arm("flashinfer", 1.2, (1.2, 1.19, 1.21)),
+        made.arm("fla", 1.5, (1.5, 1.49, 1.51), wall_ratio=walls),
+        made.arm("headstart@gdn-next-2048", 0.2, (0.2, 0.19, 0.21), note="on gdn-next-2048"),
+    ]
+    path = made.write(tmp_path, "a", "bench", [made.timed("gdn-next-8k", *arms)])
+    table, beside = report.markdown(report.read_runs([path])).split("One case beside another")
+    row = row_of(table, "gdn-next-8k")
+    assert row[-4:-1] == ["flashinfer 1.200 [1.190, 1.210]", "fla 0.700 [0.600, 0.800]",
+                          "headstart"]  # fmt: skip
+    assert len(row) == 12  # no column for an arm on another case
+    assert row_of(beside, "gdn-next-8k") == [
+        "gdn-next-8k", "gdn-next-2048 (headstart)", "1.0000", "0.2000", "5.000 [4.762, 5.263]",
+        "1.250",
+    ]  # fmt: skip
 
 
 def test_nobody_wins_within_the_noise(tmp_path):

@@ -16,7 +16,14 @@ import headstart
 from headstart.cli.commands import headstart as command
 from headstart.evidence import cases, runs
 from headstart.evidence.oracles import delta, foreign
-from headstart.evidence.verify import COSINE_GATE, Tolerance, Verification, computing, verify_case
+from headstart.evidence.verify import (
+    COSINE_GATE,
+    Tolerance,
+    Verification,
+    computing,
+    verification,
+    verify_case,
+)
 from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.references import truths
 from headstart.evidence.verify.tolerances import tolerance
@@ -173,6 +180,26 @@ def test_a_pool_slot_of_nobody_must_keep_its_bits(monkeypatch):
     monkeypatch.setattr(headstart, "gated_delta_rule", trespass)
     found = verify_case(case, "torch", kept=False)
     assert found.outputs[1].trespassed == 1
+    assert not found.passed
+
+
+def test_bits_that_waver_fail(monkeypatch):
+    case = cases.get("gdn-1x128-small")
+    found = verify_case(case, "torch", kept=False, repeats=3)
+    assert (found.passed, found.repeats, found.differing) == (True, 3, ())
+    compute, runs_so_far = verification.compute, []
+
+    def wavering(*arguments, **options):
+        found = compute(*arguments, **options)
+        runs_so_far.append(found)
+        if len(runs_so_far) == 2:
+            found.outputs["state"].values = found.outputs["state"].values + 1e-6
+        return found
+
+    monkeypatch.setattr(verification, "compute", wavering)
+    found = verify_case(case, "torch", kept=False, repeats=3)
+    assert found.differing == ("state",)
+    assert found.failures == ["state: other bits within 3 runs"]
     assert not found.passed
 
 

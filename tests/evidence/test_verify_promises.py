@@ -9,8 +9,15 @@ from click.testing import CliRunner
 import headstart
 from headstart.cli.commands import headstart as command
 from headstart.evidence import runs
+from headstart.evidence.verify import transcript
 from headstart.evidence.verify.bits import CHECKS, Bits, verify_bits
-from headstart.evidence.verify.transcript import Transcript, verify_transcript
+from headstart.evidence.verify.transcript import (
+    FORMS,
+    Transcript,
+    verify_transcript,
+    verify_transcripts,
+)
+from headstart.runtime.dispatch import Declined
 
 
 @pytest.mark.parametrize("op", CHECKS)
@@ -35,6 +42,27 @@ def test_a_last_bit_that_depends_on_the_batch_is_found(monkeypatch):
     assert not found["batches"].passed
     assert found["batches"].where.endswith("LSE")
     assert found["heads"].passed
+
+
+def test_transcripts_leave_out_the_forms_that_nobody_runs(monkeypatch):
+    real = transcript.verify_transcript
+
+    def picky(implementation, form, seed, **options):
+        if form == "float32":
+            raise Declined("only 16 bits")
+        return real(implementation, form, seed, **options)
+
+    monkeypatch.setattr(transcript, "verify_transcript", picky)
+    found, left = verify_transcripts("torch", 5, 3, turns=5)
+    assert left == {"float32": "only 16 bits"}
+    _, second, third = FORMS
+    assert [(one.form, one.seed) for one in found] == [(second, 5), (third, 6), (second, 7)]
+
+
+def test_transcripts_in_processes_are_the_same_transcripts():
+    alone, _ = verify_transcripts("torch", 0, 3, turns=4)
+    shared, _ = verify_transcripts("torch", 0, 3, turns=4, processes=2)
+    assert shared == alone
 
 
 def test_a_transcript_is_as_its_replay_says():

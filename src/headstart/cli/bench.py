@@ -66,13 +66,14 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @command.command("run")
-@click.argument("case_ids", metavar="CASE...", nargs=-1, required=True)
+@click.argument("case_ids", metavar="CASE[=A,B,...]...", nargs=-1, required=True)
 @click.option(
     "--arms",
     default="headstart",
     show_default=True,
     metavar="A,B,...",
-    help="headstart, hopper, triton, torch, reference, reproducible, fla, flashinfer, flashqla, "
+    help="Of every CASE that names none of its own: "
+    "headstart, hopper, triton, torch, reference, reproducible, fla, flashinfer, flashqla, "
     "fa4, sdpa, flex, sglang, transformers, or git revisions (HEAD, main~5, main~5:torch); each "
     "also as ARM@CASE, on another case. The first is what others are compared with.",
 )
@@ -135,17 +136,14 @@ def run(
         raise ValueError(f"check: expected a positive number or all, got {check!r}")
     if json_file is not None:
         runs.expect_writable(json_file)
-    names = [name.strip() for name in arms.split(",") if name.strip()]
-    if len(set(names)) != len(names) or not names:
-        raise ValueError(f"arms: expected one or more, each once, got {arms!r}")
-    chosen = [_case(id) for id in case_ids]
+    chosen = [(_case(id), _arms(own or arms)) for id, _, own in map(_parts, case_ids)]
     place = _device(device)
     if clock == "graph" and place.type != "cuda":
         raise ValueError(f"clock: graph needs a GPU, not {place}")
     wanted = [
         Job(
             case=case.id,
-            arms=tuple(names),
+            arms=names,
             device=str(place),
             seed=seed,
             rounds=rounds,
@@ -155,11 +153,11 @@ def run(
             # Cases that need the same program then seldom compile it at the same time.
             first=number if jobs > 1 else 0,
         )
-        for number, case in enumerate(chosen)
+        for number, (case, names) in enumerate(chosen)
     ]
     results: list[CaseResult] = []
     lost = 0
-    with Sources(names) as sources:
+    with Sources(tuple(dict.fromkeys(name for _, names in chosen for name in names))) as sources:
         if jobs > 1:
             found = run_jobs(wanted, jobs, limit, progress("bench"))
         else:
@@ -419,6 +417,18 @@ def _row(arm: Any) -> tuple[str, ...]:
 def _options(ctx: click.Context) -> dict[str, Any]:
     """How the command was called; where its record goes is no matter of the record."""
     return {name: value for name, value in ctx.params.items() if name != "json_file"}
+
+
+def _parts(case: str) -> tuple[str, str, str]:
+    """CASE=ARMS, taken apart."""
+    return case.partition("=")
+
+
+def _arms(names: str) -> tuple[str, ...]:
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    if len(set(found)) != len(found) or not found:
+        raise ValueError(f"arms: expected one or more, each once, got {names!r}")
+    return found
 
 
 def _case(id: str) -> Case:

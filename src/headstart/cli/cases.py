@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-OPERATIONS = ("gated_delta_rule", "extend_attention", "model")
+OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d", "model")
 
 
 @click.group()
@@ -71,6 +71,8 @@ def _sizes(case: Any) -> str:
     if case.op == "extend_attention":
         window = f" window {case.window}" if case.window else ""
         return f"HQ {case.HQ} HK {case.HK} D {case.D}{window}"
+    if case.op == "causal_conv1d":
+        return f"channels {case.channels} width {case.width}"
     return f"{case.layers} layers"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headstart.evidence.cases import Case
     from headstart.evidence.verify import Verification
 
-OPERATIONS = ("gated_delta_rule", "extend_attention")
+OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d")
 AGAINST = ("reference", "onnxruntime", "transformers", "fla", "flashinfer", "sdpa")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 PARTS = {
@@ -105,6 +105,8 @@ def implementations(op: str, name: str) -> list[str]:
 @device_option
 @click.option("--dtype", type=click.Choice(DTYPES), help="In place of the cases' own.")
 @seed_option("Of the inputs.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Compute N times; every time must give the same bits.")  # fmt: skip
 @click.option("--cache/--no-cache", default=True, help="Keep float64 truths on disk (the default).")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; default: cores of a CPU run.")
 @click.option("--outputs", is_flag=True, help="Show every output, however many cases there are.")
@@ -119,6 +121,7 @@ def cases(
     device: str,
     dtype: str | None,
     seed: int,
+    repeats: int,
     cache: bool,
     jobs: int | None,
     outputs: bool,
@@ -151,6 +154,7 @@ def cases(
             seed=seed,
             device=where,
             dtype=kind,
+            repeats=repeats,
             kept=cache,
             progress=lambda share: show(int(share * STEPS)),
         )
@@ -159,7 +163,13 @@ def cases(
         raise ValueError(f"nothing was verified: {found[0].declined}")
     _print(found, outputs or len(ran) <= FEW)
     if json_file is not None:
-        options = {"op": op, "implementation": implementation, "against": against, "seed": seed}
+        options = {
+            "op": op,
+            "implementation": implementation,
+            "against": against,
+            "seed": seed,
+            "repeats": repeats,
+        }
         runs.save(json_file, "verify", found, options)
     ctx.exit(report_failures(f"{one.case}: {one.implementation}: {words}"
                              for one in ran for words in one.failures))  # fmt: skip

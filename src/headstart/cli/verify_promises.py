@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from headstart.cli.commands import need, seed_option
-from headstart.cli.verify import OPERATIONS, device_option, implementations, place, report_failures
+from headstart.cli.verify import device_option, implementations, place, report_failures
+
+if TYPE_CHECKING:
+    from headstart.evidence.verify.transcript import Transcript
+
+OPERATIONS = ("gated_delta_rule", "extend_attention")
 
 json_option = click.option(
     "--json", "json_file", metavar="FILE", help="Write what was found there."
@@ -76,6 +83,8 @@ def bits(
 @click.option("--turns", type=click.IntRange(min=1), default=40, show_default=True,
               help="Random events of each.")  # fmt: skip
 @seed_option("Of the first transcript.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Processes, a thread each.")  # fmt: skip
 @click.option("--convolution/--no-convolution", default=True, help="Keep its histories too.")
 @json_option
 @click.pass_context
@@ -86,6 +95,7 @@ def transcript(
     count: int,
     turns: int,
     seed: int,
+    jobs: int,
     convolution: bool,
     json_file: str | None,
 ) -> None:
@@ -98,33 +108,37 @@ def transcript(
     from headstart.cli.prefill import progress_bar
     from headstart.cli.printing import print_table
     from headstart.evidence import runs
-    from headstart.evidence.verify.transcript import FORMS, verify_transcript
-    from headstart.runtime.dispatch import Declined
+    from headstart.evidence.verify.transcript import verify_transcripts
 
     if json_file is not None:
         runs.expect_writable(json_file)
-    where, forms = place(device), list(FORMS)
-    found, declined = [], []
+    where = place(device)
+    options = {"implementation": implementation, "count": count, "turns": turns, "seed": seed}
+    found: list[Transcript] = []
+    declined = []
     for name in implementations("gated_delta_rule", implementation):
+        before = len(found)
         with progress_bar(f"transcripts of {name}", count) as show:
-            for n in range(count):
-                try:
-                    found.append(
-                        verify_transcript(
-                            name,
-                            forms[n % len(forms)],
-                            seed + n,
-                            convolution=convolution,
-                            turns=turns,
-                            device=where,
-                        )
-                    )
-                except Declined as reason:
-                    declined.append((name, str(reason)))
-                    break
-                show(n + 1)
+
+            def told(one: Transcript, show: Any = show, before: int = before) -> None:
+                found.append(one)
+                show(len(found) - before)
+                if json_file is not None:  # after each: a run that is cut short is not lost
+                    runs.save(json_file, "transcript", found, options)
+
+            _, left = verify_transcripts(
+                name,
+                seed,
+                count,
+                processes=jobs,
+                convolution=convolution,
+                turns=turns,
+                device=where,
+                told=told,
+            )
+        declined += [(name, form, reason) for form, reason in left.items()]
     if not found:
-        raise ValueError(f"nothing was verified: {declined[0][1]}")
+        raise ValueError(f"nothing was verified: {declined[0][-1]}")
     events = sorted({event for one in found for event in one.events})
     print_table(
         ("implementation", "form", "seed", "rows", "of tolerance", ""),
@@ -146,10 +160,7 @@ def transcript(
     )
     if declined:
         print()
-        print_table(("implementation", "left out"), declined)
-    if json_file is not None:
-        options = {"implementation": implementation, "count": count, "turns": turns, "seed": seed}
-        runs.save(json_file, "transcript", found, options)
+        print_table(("implementation", "form", "left out"), declined)
     ctx.exit(
         report_failures(
             f"transcript {one.seed} ({one.form}): {one.implementation}: {one.failure}"

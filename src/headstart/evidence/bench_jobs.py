@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -18,10 +19,16 @@ from headstart.evidence.benching import CaseResult
 from headstart.evidence.runs import Record
 
 READY, GO = "ready", "go"
+ARMS = 0.9
+"""Share of a case's time in which its arms must be prepared."""
 
 
 class Job(Record):
-    """One case to prepare and time; `first` is the arm that is built first."""
+    """One case to prepare and time.
+
+    first: the peer that is built first. until: when, in seconds since the epoch, what is not
+    prepared is given up.
+    """
 
     case: str
     arms: tuple[str, ...]
@@ -32,6 +39,7 @@ class Job(Record):
     groups: int | None
     noise_floor: bool
     first: int = 0
+    until: float | None = None
 
 
 class Lost(Exception):
@@ -59,6 +67,9 @@ def _batch(
     with ExitStack() as stack:
         threads = max(1, (os.cpu_count() or 1) // len(jobs))
         pool = stack.enter_context(ThreadPoolExecutor(2 * len(jobs)))
+        # Arms are given up a little earlier than their case, which is timed without them.
+        until = time.time() + ARMS * limit
+        jobs = [job.model_copy(update={"until": until}) for job in jobs]
         started = [stack.enter_context(_Worker(job, threads, pool)) for job in jobs]
         progress(f"preparing {len(jobs)} cases")
         wait([worker.said for worker in started], limit)
@@ -69,7 +80,7 @@ def _batch(
         for worker in started:
             progress(f"timing {worker.job.case}")
             if worker in late:
-                yield worker.job, Lost(f"was not prepared within {limit:g} s")
+                yield worker.job, Lost(f"was not prepared within {limit:g} s: {worker.doing}")
             else:
                 yield worker.job, worker.result(limit)
 
@@ -79,6 +90,7 @@ class _Worker:
 
     def __init__(self, job: Job, threads: int, pool: ThreadPoolExecutor) -> None:
         self.job, self._pool = job, pool
+        self.doing = "starting"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headstart.evidence.bench_worker"],
             stdin=subprocess.PIPE,
@@ -90,7 +102,7 @@ class _Worker:
         assert self._process.stderr is not None
         self._complaints = pool.submit(self._process.stderr.read)
         self._tell(job.model_dump_json())
-        self.said = self._line()
+        self.said = pool.submit(self._listen)
 
     def __enter__(self) -> _Worker:
         return self
@@ -100,7 +112,7 @@ class _Worker:
 
     def result(self, limit: float) -> CaseResult | Lost:
         """Let a worker that has said something time its case."""
-        if self.said.result().strip() == READY:
+        if self.said.result():
             self._tell(GO)
             answer = self._line()
             wait([answer], limit)
@@ -124,6 +136,15 @@ class _Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it is gone: what it complained of tells more
+
+    def _listen(self) -> bool:
+        """Hear what the worker is at until it is ready; False if it ends before."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                return True
+            self.doing = line.strip()
+        return False
 
     def _line(self) -> Future[str]:
         assert self._process.stdout is not None

@@ -1,6 +1,7 @@
 """Prepares one case, waits for its turn, times it: a process of `headstart.evidence.bench_jobs`.
 
-Reads a `Job` from standard input, prints "ready", waits for a line, prints a `CaseResult`.
+Reads a `Job` from standard input, prints what it is at and then "ready", waits for a line, prints
+a `CaseResult`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ def main() -> None:
     # Whatever arms print, answers alone go to the parent.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+    def say(words: str) -> None:
+        print(words, file=answers, flush=True)
+
     with Sources(job.arms) as sources:
         prepared = Prepared(
             cases.get(job.case),
@@ -32,11 +37,13 @@ def main() -> None:
             groups=job.groups,
             noise_floor=job.noise_floor,
             first=job.first,
+            until=job.until,
+            progress=say,
         )
-        print(READY, file=answers, flush=True)
+        say(READY)
         if sys.stdin.readline():  # else the parent is gone
             result = prepared.time(job.rounds, job.clock)
-            print(result.model_dump_json(), file=answers, flush=True)
+            say(result.model_dump_json())
 
 
 if __name__ == "__main__":

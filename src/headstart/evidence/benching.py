@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headstart.evidence.arms import Arm, MissingPeer, Unfit
+from headstart.evidence.arms import PEERS, Arm, MissingPeer, Unfit
 from headstart.evidence.arms.sources import NOISE, Sources
 from headstart.evidence.cases import Case
 from headstart.evidence.cases.record import Draws
@@ -90,6 +93,32 @@ class DeviceLost(Exception):
     """No call on a device works any more in this process; the message says what came before."""
 
 
+class TooLate(BaseException):
+    """The time to prepare an arm is over; no handler of a peer's catches it."""
+
+
+@contextmanager
+def giving_up(until: float | None) -> Iterator[None]:
+    """Raise `TooLate` in the block once `time.time` passes `until`."""
+    if until is None:
+        yield
+        return
+    left = until - time.time()
+    if left <= 0:
+        raise TooLate
+
+    def stop(*signal_and_frame: object) -> None:
+        raise TooLate
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, left)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Entry:
     """An arm that was asked for: built, or with the reason why it could not be."""
 
@@ -132,12 +161,16 @@ class Prepared:
         groups: int | None = 2,
         noise_floor: bool = True,
         first: int = 0,
+        until: float | None = None,
         progress: Progress = lambda words: None,
     ) -> None:
         """Build and check the arms called `names`, the first one entered twice.
 
         groups: groups of heads that the outputs are checked in; None: all.
-        first: which arm is built first; those after it follow, then those before it.
+        first: which peer is built first; those after it follow, then those before it. Arms of
+            this package come before all peers.
+        until: when, by `time.time`, an arm that is not prepared is given up ("failed"), and those
+            after it with it; None: never. For the main thread of a process alone.
         Raises `DeviceLost` where an arm's fault is the process's end, such as a wild address.
         """
         if case.op == "model":
@@ -145,16 +178,24 @@ class Prepared:
         if len(set(names)) != len(names):
             raise ValueError(f"arms: each once, got {', '.join(names)}")
         self.case, self.seed, self.device = case, seed, device
+        self._doing = ""
         makers = [(name, partial(sources.build, name)) for name in names]
         if noise_floor:
             makers.insert(1, (NOISE, partial(sources.build_second, names[0])))
         self.entries = [Entry(name) for name, _ in makers]
         references: dict[str, Truths] = {}
-        order = list(range(len(makers)))
-        first %= len(order)
+        mine = [at for at, (name, _) in enumerate(makers) if name.partition("@")[0] not in PEERS]
+        peers = [at for at in range(len(makers)) if at not in mine]
+        first %= len(peers) or 1
         with torch.inference_mode(), Draws.once():
-            for at in order[first:] + order[:first]:
-                self._prepare(self.entries[at], makers[at][1], references, groups, progress)
+            for at in mine + peers[first:] + peers[:first]:
+                entry = self.entries[at]
+                self._doing = "nothing more"
+                try:
+                    with giving_up(until):
+                        self._prepare(entry, makers[at][1], references, groups, progress)
+                except TooLate:
+                    entry.fail("failed", f"was not prepared in time, at {self._doing}")
         # Without the first arm there is nothing that a second one of it would show.
         if noise_floor and self.entries[0].arm is None:
             del self.entries[1]
@@ -167,6 +208,7 @@ class Prepared:
         groups: int | None,
         progress: Progress,
     ) -> None:
+        self._doing = "building"
         progress(f"building {entry.name}")
         arm = entry.arm = entry.attempt(
             "building", self.device, lambda: make(self.case, self.device, self.seed)
@@ -175,6 +217,7 @@ class Prepared:
             return
         progress(f"checking {entry.name}")
         mine = arm.case or self.case
+        self._doing = "the reference"
         if mine.id not in references:
             references[mine.id] = load_truths(mine, self.seed, self.device, groups)
 
@@ -184,10 +227,12 @@ class Prepared:
             synchronize(self.device)
             return check(arm, mine, arm.outputs(found), references[mine.id])
 
+        self._doing = "checking"
         entry.accuracy = entry.attempt("checking", self.device, accuracy) or []
         if failures := [failure for one in entry.accuracy for failure in one.failures]:
             entry.fail("wrong", "; ".join(failures))
         elif entry.arm is not None:
+            self._doing = "warming up"
             entry.attempt("warming up", self.device, partial(_settle, arm, self.device))
 
     def time(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 
 from headstart.evidence.arms import Arm, Outputs
@@ -12,6 +10,9 @@ from headstart.evidence.runs import Record
 from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.references import truths
 from headstart.evidence.verify.tolerances import Tolerance, tolerance
+
+MAIN = ("o", "norm", "convolution")
+"""What a case is about: of a rule or attention, of a whole layer, of a convolution alone."""
 
 
 class Accuracy(Record):
@@ -33,12 +34,20 @@ Truths = list[tuple[slice, dict[str, torch.Tensor]]]
 
 
 def load_truths(case: Case, seed: int, device: torch.device, groups: int | None) -> Truths:
-    """The float64 reference of the first `groups` groups of heads (None: all)."""
-    return list(islice(truths(case, seed=seed, device=device), groups))
+    """The float64 reference of the first `groups` groups of heads (None: all).
+
+    What is no head's, such as a layer's convolution, comes besides.
+    """
+    found: Truths = []
+    for heads, truth in truths(case, seed=seed, device=device):
+        found.append((heads, truth))
+        if sum(group.stop is not None for group, _ in found) == groups:
+            break
+    return found
 
 
 def check(arm: Arm, case: Case, outputs: Outputs, reference: Truths) -> list[Accuracy]:
-    """Figures of every output that the reference knows; "o" (or a layer's "norm") must be there."""
+    """Figures of every output that the reference knows; one of `MAIN` must be there."""
     found = []
     for output, values in outputs.items():
         pieces = [(heads, truth[output]) for heads, truth in reference if output in truth]
@@ -62,7 +71,7 @@ def check(arm: Arm, case: Case, outputs: Outputs, reference: Truths) -> list[Acc
                 failures=tuple(figures.failures),
             )
         )
-    if not any(one.output in ("o", "norm") for one in found):
+    if not any(one.output in MAIN for one in found):
         raise ValueError(f"arm: {arm.name} gave no output that the reference of {case.id} knows")
     return found
 

@@ -20,6 +20,18 @@ PACKAGES = (
     "numpy",
     "pydantic",
 )
+PEERS = (
+    "flash-linear-attention",
+    "flashinfer-python",
+    "flash-qla",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "sglang",
+)
+"""What arms of benchmarks run; told where it is installed."""
+
+
+MISSING = "not installed"
 
 
 def environment() -> dict[str, dict[str, Any]]:
@@ -32,7 +44,11 @@ def environment() -> dict[str, dict[str, Any]]:
     from headstart.runtime.dispatch import operations
 
     return {
-        "version": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
+        "version": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+            **{name: found for name in PEERS if (found := _version(name)) != MISSING},
+        },
         "device": _devices(),
         "implementations": {
             name: ", ".join(operation.places) for name, operation in sorted(operations().items())
@@ -99,7 +115,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return MISSING
 
 
 def _checkpoint(path: os.PathLike) -> str:

@@ -19,6 +19,7 @@ from torch._C._profiler import _ExperimentalConfig
 
 from headstart.evidence.arms import OURS, Arm, MissingPeer, Unfit, build, ours
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.convolution import ConvolutionCase
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.gated_delta_rule import CHUNK, POOL_SLOTS, DeltaCase
 from headstart.evidence.cases.record import Draws
@@ -81,7 +82,7 @@ def variants(case: Case, name: str) -> list[tuple[str, Make]]:
         return lambda device, seed: ours.build(name, other, device, seed, plan_in_call=plan_in_call)
 
     found = [(AS_IT_STANDS, make(case))]
-    if isinstance(case, DeltaBlockCase):
+    if isinstance(case, (DeltaBlockCase, ConvolutionCase)):
         return found
     if not isinstance(case, DeltaCase):
         return [*found, ("plan made in the call", make(case, plan_in_call=True))]

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = re.compile(
-    r"(?<=\bfrom )headstart\b|(?<=\bimport )headstart\b|\bheadstart(?=\.\w)|\bheadstart(?=::)"
+    r"(?<=\bfrom )headstart\b|(?<=\bimport )headstart\b|(?<=\bops\.)headstart\b"
+    r"|\bheadstart(?=\.\w)|\bheadstart(?=::)"
 )
 
 
@@ -45,9 +46,11 @@ def loaded_copy(source: Path, name: str) -> Iterator[str]:
 
 
 def renamed(text: str, name: str) -> str:
-    """Source text in which every import and place of headstart names `name` instead.
+    """Source text in which every import, place and registered op of headstart names `name` instead.
 
     >>> renamed('import headstart\\nfrom headstart.ops import api\\n"headstart::rule"', "second")
     'import second\\nfrom second.ops import api\\n"second::rule"'
+    >>> renamed("getattr(torch.ops.headstart, name)", "second")
+    'getattr(torch.ops.second, name)'
     """
     return PACKAGE.sub(name, text)

@@ -68,13 +68,12 @@ def plain(case: Case, device: torch.device, seed: int) -> PlainDelta:
         raise Unfit("computes the rule alone, not the layer around it")
     *tails, last = case.steps(seed, device)
     initial = case.initial_states(seed)
-    if initial is not None:
-        initial = initial.to(device)
+    # The reference runs on the CPU alone.
     for step in tails:
         lengths = [start % 64 for start in case.positions]
         initial = headstart.gated_delta_rule(
-            *(step[name].float() for name in ("q", "k", "v", "g", "beta")),
-            schedule=headstart.Schedule(lengths, device=device),
+            *(step[name].float().cpu() for name in ("q", "k", "v", "g", "beta")),
+            schedule=headstart.Schedule(lengths, device="cpu"),
             state=initial,
             return_state=True,
             implementation="reference",
@@ -82,7 +81,7 @@ def plain(case: Case, device: torch.device, seed: int) -> PlainDelta:
     return PlainDelta(
         case,
         *(last[name].contiguous() for name in ("q", "k", "v", "g", "beta")),
-        initial=initial,
+        initial=None if initial is None else initial.to(device),
         final=case.state != "none",
         note={"cache": NO_CACHE, "pool": "gathered states instead of a pool"}.get(case.state, ""),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from headstart.evidence.arms import Arm, Unfit, peer
+from headstart.evidence.arms import Arm, MissingPeer, Unfit, peer
 from headstart.evidence.arms.attention import dense_attention
 from headstart.evidence.arms.delta import PlainDelta, plain, refuse_snapshots
 from headstart.evidence.cases import Case
@@ -113,18 +114,22 @@ def _attention(case: Case, device: torch.device, seed: int) -> Arm:
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     wrapper = wrapper_class(workspace, "NHD")
     window = inputs.case.window
-    wrapper.plan(
-        inputs.query_borders,
-        inputs.key_borders,
-        inputs.case.HQ,
-        inputs.case.HK,
-        inputs.case.D,
-        head_dim_vo=inputs.case.value_size,
-        causal=True,
-        # Keys to the left of the query's own.
-        window_left=-1 if window is None else window - 1,
-        q_data_type=inputs.q.dtype,
-    )
+    try:
+        wrapper.plan(
+            inputs.query_borders,
+            inputs.key_borders,
+            inputs.case.HQ,
+            inputs.case.HK,
+            inputs.case.D,
+            head_dim_vo=inputs.case.value_size,
+            causal=True,
+            # Keys to the left of the query's own.
+            window_left=-1 if window is None else window - 1,
+            q_data_type=inputs.q.dtype,
+        )
+    except FileNotFoundError as error:  # its attention is compiled here, from sources in C++
+        name = Path(error.filename or "").name
+        raise MissingPeer(f"flashinfer: installed without sources to compile: {name}") from error
     return Arm(
         "flashinfer",
         lambda: wrapper.run(inputs.q, inputs.k, inputs.v),

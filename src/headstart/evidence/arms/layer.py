@@ -1,4 +1,4 @@
-"""A whole linear layer as SGLang runs it: its Triton kernels around FlashInfer's rule."""
+"""SGLang's Triton convolution, and a whole linear layer as it runs it, around FlashInfer's rule."""
 
 from __future__ import annotations
 
@@ -7,11 +7,32 @@ from itertools import accumulate
 import torch
 
 from headstart.evidence.arms import Arm, peer
+from headstart.evidence.cases.convolution import BLOCK, ConvolutionCase
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 
 KERNELS = "sglang.kernels.ops"
 MOST_FUSED = 8192
 """Channels that its kernel which splits q, k and v takes; wider ones are copied one by one."""
+
+
+def build_convolution(case: ConvolutionCase, device: torch.device, seed: int) -> Arm:
+    """The convolution alone, from empty histories of its pool."""
+    (convolve,) = peer(f"{KERNELS}.mamba.causal_conv1d_triton", "causal_conv1d_fn")
+    call, count = case.inputs(seed, device), len(case.lengths)
+    x, weight = call["x"], call["weight"]
+    borders = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=device)
+    histories = x.new_zeros(count, case.channels, case.width - 1)
+    options = {
+        "cache_indices": torch.arange(count, dtype=torch.int32, device=device),
+        "has_initial_state": torch.zeros(count, dtype=torch.bool, device=device),
+        "activation": "silu",
+    }
+    return Arm(
+        "sglang",
+        lambda: convolve(x.T, weight, None, histories, borders, list(case.lengths), **options).T,
+        lambda y: {"convolution": y.unflatten(1, (-1, BLOCK))},
+        note="writes histories to a pool besides",
+    )
 
 
 def build(case: DeltaBlockCase, device: torch.device, seed: int) -> Arm:

@@ -10,6 +10,7 @@ import torch
 
 from headstart.evidence.arms import Arm, Outputs, Unfit
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.convolution import BLOCK
 
 PICKED = ("headstart", "reproducible")
 """Arms whose implementation is dispatch's choice."""
@@ -46,6 +47,10 @@ def build(
             lambda: library.extend_attention(**inputs | remade(), **options),
             lambda o: {"o": o},
         )
+    elif case.op == "causal_conv1d":
+        if "reproducible" in options:
+            raise Unfit("rows of a convolution are reproducible anyway")
+        arm = _convolution_arm(library, name, options, case.inputs(seed, device))
     elif hasattr(case, "conv_width"):
         if "reproducible" in options:
             raise Unfit("a layer's rule runs on a cache, whose rows are reproducible anyway")
@@ -116,6 +121,14 @@ def _rule_arm(
         lambda: library.gated_delta_rule(**last | remade(), **options),
         outputs,
         _restoring(state),
+    )
+
+
+def _convolution_arm(library: Any, name: str, options: dict[str, Any], call: dict) -> Arm:
+    return Arm(
+        name,
+        lambda: library.causal_conv1d(**call, **options),
+        lambda found: {"convolution": found.y.unflatten(1, (-1, BLOCK))},
     )
 
 

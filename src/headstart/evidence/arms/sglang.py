@@ -1,4 +1,4 @@
-"""SGLang's Triton extend kernel (slots of page size 1, sinks, windows), and its linear layer."""
+"""SGLang's Triton extend kernel (slots of page size 1, sinks, windows), convolution and layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from headstart.evidence.arms import Arm, MissingPeer, Unfit, layer, peer
 from headstart.evidence.arms.attention import dense_attention
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.convolution import ConvolutionCase
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 
 PLACES = (
@@ -22,12 +23,14 @@ NO_SLOTS = torch.zeros(0, dtype=torch.int64)
 
 
 def build(case: Case, device: torch.device, seed: int) -> Arm:
-    """`extend_attention_fwd`: new keys packed, cached ones by slot; or a whole linear layer.
+    """`extend_attention_fwd`: new keys packed, cached ones by slot; or what `layer` builds.
 
     As SGLang does, it leaves out slots before the window: the kernel would visit them all.
     """
     if isinstance(case, DeltaBlockCase):
         return layer.build(case, device, seed)
+    if isinstance(case, ConvolutionCase):
+        return layer.build_convolution(case, device, seed)
     inputs = dense_attention(case, device, seed)
     inputs.refuse(mask=True)
     case = inputs.case

@@ -24,15 +24,15 @@ from headstart.evidence.cases.record import SMALL, Case, Floor
 
 __all__ = ["OPERATIONS", "SMALL", "Case", "Floor", "catalogue", "get"]
 
-OPERATIONS = ("gated_delta_rule", "extend_attention", "model")
+OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d", "model")
 
 
 @cache
 def _by_id() -> dict[str, Case]:
-    from headstart.evidence.cases import attention_list, delta_list, models
+    from headstart.evidence.cases import attention_list, convolution, delta_list, models
 
     found: dict[str, Case] = {}
-    for case in (*delta_list.CASES, *attention_list.CASES):
+    for case in (*delta_list.CASES, *attention_list.CASES, *convolution.CASES):
         found[case.id] = case
         small = case.small()
         found[small.id] = small

@@ -165,6 +165,16 @@ LAYOUTS = (
             128,
         )
     ),
+    *_windows(
+        _llama(
+            id="paged-none",
+            lengths=(2048,),
+            prefixes=(6000,),
+            sinks=True,
+            why="the same in rows side by side: what pages cost",
+        ),
+        128,
+    ),
     _llama(
         id="fp8-cache",
         lengths=(2048,),
@@ -184,6 +194,19 @@ LAYOUTS = (
             new_in_cache=True,
             cache_dtype="float8_e4m3fn",
             why="fp8 pages with one scale, new keys read from them",
+        ),
+        None,
+    ),
+    *_windows(
+        _gpt_oss(
+            id="oss-bf16-page16",
+            lengths=(2048,),
+            prefixes=(6000,),
+            window=128,
+            layout="pages",
+            page_size=16,
+            new_in_cache=True,
+            why="oss-fp8-page16 with bfloat16 pages: what fp8 saves",
         ),
         None,
     ),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 STATES = ("plain", "none", "pool", "cache")
-VALUES = ("typical", "decay-hard", "late-forget", "repeat", "raw-keys", "flat")
+VALUES = ("typical", "decay-hard", "late-forget", "chunk-ends", "repeat", "raw-keys", "flat")
 POOL_SLOTS = 64
 SMALL_START = 1152
 """Most cached tokens in a small sibling, a multiple of 64."""
@@ -247,6 +247,11 @@ class DeltaCase(Case):
         shape = (T, self.HV, self.K) if self.per_channel else (T, self.HV)
         if self.values in ("flat", "repeat"):
             return draws.filled(0.0, *shape)
+        if self.values == "chunk-ends":
+            # What a chunk leaves of a state is what its last row says.
+            g = draws.filled(0.0, *shape)
+            g[CHUNK - 1 :: CHUNK] = -1.0
+            return g
         if self.values == "raw-keys":
             return draws.filled(-30.0, *shape)
         if self.values == "decay-hard":

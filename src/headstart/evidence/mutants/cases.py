@@ -31,6 +31,7 @@ RULES = {
     ),
     "rule hard decays": _rule("rule-hard", lengths=(140,), values="decay-hard"),
     "rule late forgetting": _rule("rule-late", lengths=(140,), values="late-forget"),
+    "rule chunk ends": _rule("rule-ends", lengths=(200,), values="chunk-ends"),
     "rule equal keys": _rule("rule-repeat", lengths=(140,), values="repeat"),
     "rule raw keys": _rule("rule-raw", lengths=(140,), values="raw-keys"),
     "rule bfloat16": _rule("rule-bfloat16", lengths=(3, 70), dtype="bfloat16"),
@@ -56,14 +57,31 @@ OF_128 = {
     **{
         f"{name} of 128": replace(RULES[name], id=f"{RULES[name].id}-128", **_OF_128)
         for name in ("rule", "rule pool", "rule snapshots", "rule cache", "rule drafts",
-                     "rule hard decays", "rule late forgetting", "rule equal keys")
+                     "rule hard decays", "rule late forgetting", "rule chunk ends",
+                     "rule equal keys")
     },
+    # Sequences of one chunk each, and steps that end with their chunk.
+    "rule short of 128": _rule("rule-short-128", lengths=(1, 40, 0, 64, 13), **_OF_128),
+    "rule short cache of 128": _rule(
+        "rule-short-cache-128",
+        lengths=(44, 1, 40, 3),
+        starts=(84, 70, 130, 0),
+        state="cache",
+        **_OF_128,
+    ),
+    "rule short chunk ends of 128": _rule(
+        "rule-short-ends-128", lengths=(64, 64), values="chunk-ends", **_OF_128
+    ),
     # Long, and with heads enough for chunks to be prepared beside the scan.
     "rule beside of 128": _rule(
         "rule-beside-128", lengths=(3400,), H=16, HV=32, K=128, V=128, dtype="bfloat16"
     ),
 }  # fmt: skip
 """The same for kernels that are written for one head size and 16-bit inputs."""
+
+SEGMENTED = _rule("rule-segments", lengths=(390,), values="chunk-ends", V=32)
+SEGMENTED_128 = replace(SEGMENTED, id="mutant-rule-segments-128", **_OF_128)
+"""One sequence of seven chunks, for what is cut into segments; the state stays felt throughout."""
 
 
 def _attention(id: str, **options: object) -> AttentionCase:

@@ -12,7 +12,13 @@ import torch
 import headstart
 from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
 from headstart.evidence.cases.record import Draws
-from headstart.evidence.mutants.cases import NEIGHBOURLY, OF_128, RULES
+from headstart.evidence.mutants.cases import (
+    NEIGHBOURLY,
+    OF_128,
+    RULES,
+    SEGMENTED,
+    SEGMENTED_128,
+)
 from headstart.evidence.mutants.record import Verdict
 from headstart.evidence.mutants.verdicts import Bits, Check, Values, compared
 from headstart.evidence.oracles import delta
@@ -159,6 +165,66 @@ class ManySpans:
             mock.patch.dict(prepared, clear=True),
         ):
             return Values(self.case).run(implementation, device)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A case of one sequence, cut into segments of a chunk or two as few heads have them."""
+
+    case: DeltaCase
+
+    def run(self, implementation: str, device: str) -> Verdict:
+        """Verify the case; what whole calls launched is not launched again."""
+        prepared = dispatch.operations()["gated_delta_rule"].prepared
+        rules = {"SEGMENTED": 2, "SEGMENT": 1, "LEAST": 2, "processors": lambda device: 64}
+        with (
+            mock.patch.multiple("headstart.ops.gated_delta_rule.passes.scratch", **rules),
+            mock.patch.dict(prepared, clear=True),
+        ):
+            return Values(self.case).run(implementation, device)
+
+
+@dataclass(frozen=True)
+class SpoiledNeighbours:
+    """A case in which some sequences hold NaN alone: the others must not see them.
+
+    Rows that take no part are weighed by zeros, which a NaN beside them shows.
+    """
+
+    case: DeltaCase
+    spoiled: tuple[int, ...]
+
+    def run(self, implementation: str, device: str) -> Verdict:
+        """Compare the bits of the others' rows and states with those beside sound neighbours."""
+        kept = [n for n in range(len(self.case.lengths)) if n not in self.spoiled]
+        sound = self._computed(kept, False, implementation, device)
+        for name, values in self._computed(kept, True, implementation, device).items():
+            if not torch.equal(values, sound[name]):
+                words = f"{name} is another beside sequences of NaN"
+                return Verdict(check="", failure=words, excess=math.inf)
+        return Verdict(check="")
+
+    def _computed(
+        self, kept: list[int], spoil: bool, implementation: str, device: str
+    ) -> dict[str, torch.Tensor]:
+        *before, last = self.case.steps(0, device)
+        state: Any = last.get("state")
+        with poisoned_memory(), torch.inference_mode():
+            for step in before:
+                headstart.gated_delta_rule(**step, implementation=implementation)
+            if spoil:
+                for name in ("q", "k", "v", "g", "beta"):
+                    parts = last[name].split(self.case.lengths)
+                    for n in self.spoiled:
+                        parts[n].fill_(torch.nan)
+            found = headstart.gated_delta_rule(**last, implementation=implementation)
+        if found.state is not None:
+            states = {"state": found.state[kept]}
+        else:
+            slots = [state.slots[n] for n in kept]
+            states = {name: x[slots] for name, x in state.cache.tensors.items()}
+        outputs = found.o.split(self.case.lengths)
+        return {**{f"o of sequence {n}": outputs[n] for n in kept}, **states}
 
 
 @dataclass(frozen=True)
@@ -388,6 +454,8 @@ RULE_CHECKS: dict[str, Check] = {
     "rule without tokens": NoTokens(),
     "rule refused states": RefusedStates(),
     "rule spoiled rows": SpoiledRows(),
+    "rule spoiled neighbours": SpoiledNeighbours(RULES["rule"], (1, 4)),
+    "rule cache spoiled neighbours": SpoiledNeighbours(RULES["rule cache"], (1, 2)),
     "rule under a capacity": Capacity(),
     "channels spoiled rows": SpoiledRows(per_channel=True),
     "channels raw gates": RuleOptions("raw", "logit", per_channel=True),
@@ -413,12 +481,19 @@ TOKEN_CHECKS: dict[str, Check] = {
     ),
 }
 """The same for the token-by-token form, which kernels do not have."""
-KERNEL_CHECKS: dict[str, Check] = {"rule many spans": ManySpans(RULES["rule"])}
+KERNEL_CHECKS: dict[str, Check] = {
+    "rule many spans": ManySpans(RULES["rule"]),
+    "rule segments": Segments(SEGMENTED),
+}
 """The same for what only kernels have."""
 DEVICE_CHECKS: dict[str, Check] = {
     "rule far slot": FarSlot(),
     **{name: Values(case) for name, case in OF_128.items()},
     "rule many spans of 128": ManySpans(OF_128["rule of 128"]),
+    "rule segments of 128": Segments(SEGMENTED_128),
+    "rule spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule of 128"], (1, 4)),
+    "rule cache spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule cache of 128"], (1, 2)),
+    "rule short spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule short of 128"], (1, 4)),
 }
 """The same for what takes a device: its memory, or kernels that run nowhere else."""
 NEIGHBOUR_CHECKS: dict[str, Check] = {

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from headstart.evidence import cases
+from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult
-from headstart.evidence.report.reading import Benched, RunFile, arm_names, benched
+from headstart.evidence.report.reading import ELSEWHERE, Benched, RunFile, arm_names, benched
 from headstart.evidence.report.summary import verdict
 
 BEGIN = "<!-- results: begin -->"
 END = "<!-- results: end -->"
 NOTHING = "No run is kept yet."
+DECLINED = "declined"
 
 
 def markdown(files: Sequence[RunFile]) -> str:
@@ -42,7 +45,8 @@ def fill_block(text: str, content: str) -> str:
 
 
 def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
-    arms = arm_names(group)
+    tried = {arm.arm for one in group for arm in one.result.arms if arm.status != DECLINED}
+    arms = [name for name in arm_names(group) if name in tried and ELSEWHERE not in name]
     columns = [
         "case",
         "tokens",
@@ -50,6 +54,7 @@ def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
         *(f"{arm} ms" for arm in arms),
         f"{first} against itself",
         f"fastest other / {first}",
+        "calls",
         "faster",
         "made",
     ]
@@ -61,24 +66,57 @@ def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
             *(_time(one, arm) for arm in arms),
             _ratio(one.noise),
             _rival(one),
+            _calls(one),
             _winner(one),
             f"{one.file.date}, `{one.file.commit}`",
         ]
         for one in group
     ]
-    left = {0, len(columns) - 3, len(columns) - 2, len(columns) - 1}
+    left = {0, *range(len(columns) - 4, len(columns))}
     words = (
         f"`{op}` on {device}: medians of interleaved launches, every timed arm right first; ratios "
-        f"of paired rounds with their 95 % intervals. Neither is faster where the interval holds 1 "
-        f"or meets that of {first} against itself."
+        f"of paired rounds with their 95 % intervals, of launches on the device and of whole calls "
+        f"on an idle one. Neither is faster where the interval holds 1 or meets that of {first} "
+        f"against itself."
     )
-    return "\n\n".join(filter(None, (words, _table(columns, rows, left), _notes(group))))
+    parts = words, _table(columns, rows, left), _notes(group), _beside(first, group)
+    return "\n\n".join(filter(None, parts))
+
+
+def _beside(first: str, group: Sequence[Benched]) -> str:
+    """What one case costs beside another, timed in the same rounds; "" where none was."""
+    rows = []
+    for one in group:
+        for arm in one.beside:
+            name, _, other = arm.arm.partition(ELSEWHERE)
+            there = tokens_of(other)
+            assert arm.ratio is not None
+            ratios = tuple(1 / x for x in (arm.ratio.ratio, arm.ratio.high, arm.ratio.low))
+            a_token = "-" if not there else f"{ratios[0] * there / one.result.tokens:.3f}"
+            times = (f"{x.median_ms or 0.0:.4f}" for x in (one.first, arm))
+            middle, low, high = ratios
+            cells = (one.result.case, f"{other} ({name})", *times)
+            rows.append([*cells, f"{middle:.3f} [{low:.3f}, {high:.3f}]", a_token])
+    if not rows:
+        return ""
+    columns = ["case", "beside", f"{first} ms", "beside ms", "ratio", "of a token"]
+    return "One case beside another, in the same rounds:\n\n" + _table(columns, rows, {0, 1})
+
+
+def tokens_of(id: str) -> int:
+    """Tokens of a case of the catalogue; 0 where it has none of this name any more."""
+    try:
+        return cases.get(id).tokens
+    except ValueError:
+        return 0
 
 
 def _time(one: Benched, name: str) -> str:
     for arm in one.result.arms:
         if arm.arm == name:
-            return arm.status if arm.median_ms is None else f"{arm.median_ms:.4f}"
+            if arm.median_ms is not None:
+                return f"{arm.median_ms:.4f}"
+            return "-" if arm.status == DECLINED else arm.status
     return "-"
 
 
@@ -90,6 +128,15 @@ def _ratio(arm: ArmResult | None) -> str:
 
 def _rival(one: Benched) -> str:
     return f"{one.rivals[0].arm} {_ratio(one.rivals[0])}" if one.rivals else "-"
+
+
+def _calls(one: Benched) -> str:
+    """The arm whose calls are the fastest of others, by wall time."""
+    walls = [(arm.wall_ratio, arm.arm) for arm in one.rivals if arm.wall_ratio is not None]
+    if not walls:
+        return "-"
+    ratio, name = min(walls, key=lambda wall: wall[0].ratio)
+    return f"{name} {ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _winner(one: Benched) -> str:
@@ -106,7 +153,9 @@ def _notes(group: Sequence[Benched]) -> str:
     for one in group:
         for arm in one.result.arms:
             words = arm.note if arm.status == "timed" else arm.sentence
-            if words and arm.arm in arm_names(group):
+            if arm.status == DECLINED or arm.arm == NOISE or ELSEWHERE in arm.arm:
+                continue
+            if words:
                 told.setdefault((arm.arm, words), []).append(one.result.case)
     return "\n".join(
         f"- {arm}: {words}" + (f" ({', '.join(ids)})" if len(ids) < len(group) else "")

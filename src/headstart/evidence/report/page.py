@@ -21,7 +21,11 @@ from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
 
-OPERATIONS = {"gated_delta_rule": "Gated delta rule", "extend_attention": "Extend attention"}
+OPERATIONS = {
+    "gated_delta_rule": "Gated delta rule",
+    "extend_attention": "Extend attention",
+    "causal_conv1d": "Short convolution",
+}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from headstart.evidence import runs
-from headstart.evidence.arms import OURS
+from headstart.evidence.arms import OURS, PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult, CaseResult
 from headstart.evidence.cases import OPERATIONS
@@ -58,6 +58,8 @@ KINDS: dict[str, Any] = {
 }
 """Kind of a run -> what one of its results is, in the order in which a report tells them."""
 
+ELSEWHERE = "@"
+"""Stands in an arm's name before the case that it runs instead of the one that it is timed on."""
 MAIN = OURS[0]
 """The arm that is what a user gets: what is compared with it comes first."""
 
@@ -83,9 +85,9 @@ class RunFile:
 
     @property
     def commit(self) -> str:
-        """The commit it was made at: the checkout's, else HEADSTART_REVISION, else a version."""
+        """The commit it was made at: HEADSTART_REVISION, else the checkout's, else a version."""
         known = self.run.environment
-        named = known.revision or known.variable.get("HEADSTART_REVISION", "")
+        named = known.variable.get("HEADSTART_REVISION", "") or known.revision
         return named or f"version {known.version.get('headstart', 'unknown')}"
 
     def device(self, place: str) -> str:
@@ -155,11 +157,20 @@ class Benched:
 
     @property
     def rivals(self) -> list[ArmResult]:
-        """Timed arms with a ratio to the first arm, fastest first; none if that was not timed."""
+        """Timed arms with a ratio to the first arm, fastest first; none if that was not timed.
+
+        Of the same case, and where peers were timed those alone.
+        """
         if self.first.status != "timed":
             return []
-        others = [arm for arm in self.timed if arm.ratio is not None]
+        others = [arm for arm in self.timed if arm.ratio is not None and ELSEWHERE not in arm.arm]
+        others = [arm for arm in others if arm.arm in PEERS] or others
         return sorted(others, key=lambda arm: arm.ratio.ratio)  # type: ignore[union-attr]
+
+    @property
+    def beside(self) -> list[ArmResult]:
+        """Timed arms on other cases, with a ratio to the first arm."""
+        return [arm for arm in self.timed if arm.ratio is not None and ELSEWHERE in arm.arm]
 
     def clear(self, arm: ArmResult) -> str:
         """Whether an arm is "faster" or "slower" than the first, or "level" with it.

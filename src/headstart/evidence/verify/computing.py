@@ -10,6 +10,7 @@ import torch
 
 import headstart
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.convolution import BLOCK, ConvolutionCase
 from headstart.evidence.cases.delta_block import DeltaBlockCase, rule_arguments
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.gated_delta_rule import DeltaCase
@@ -59,7 +60,25 @@ def compute(
             return _delta(case, implementation, seed, device, dtype)
         if isinstance(case, AttentionCase):
             return _attention(case, implementation, seed, device, dtype)
+        if isinstance(case, ConvolutionCase):
+            return _convolution(case, implementation, seed, device, dtype)
     raise ValueError(f"case: {case.id} is a whole model; `headstart prefill --compare` verifies it")
+
+
+def _convolution(
+    case: ConvolutionCase,
+    implementation: str,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> Computed:
+    call = case.inputs(seed, device, dtype)
+    with poisoned_memory():
+        out = poison(torch.empty_like(call["x"]))
+        found = headstart.causal_conv1d(**call, out=out, implementation=implementation)
+    computed = Computed()
+    computed.add("convolution", found.y, heads=case.channels // BLOCK)
+    return computed
 
 
 def _delta(

@@ -1,8 +1,9 @@
 """The float64 truth about a case, a group of heads at a time, kept on disk.
 
-A group is one key head with the value (or query) heads that read it. Truths are kept under the
-user's cache directory by case, seed and a digest of the inputs and of the oracles' source, so that
-neither a redrawn case nor a corrected oracle meets an old truth.
+A group is one key head with the value (or query) heads that read it; on a GPU, where a walk over
+tokens costs as much for many heads, several of the gated delta rule's are one group. Truths are
+kept under the user's cache directory by case, seed and a digest of the inputs and of the oracles'
+source, so that neither a redrawn case nor a corrected oracle meets an old truth.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from headstart.evidence import oracles
 from headstart.evidence.cases import Case
+from headstart.evidence.cases.convolution import BLOCK, ConvolutionCase
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
@@ -120,10 +122,30 @@ def _groups(
         return _delta_groups(case, seed, dtype, device)
     if isinstance(case, AttentionCase):
         return _attention_groups(case, seed, dtype, device)
+    if isinstance(case, ConvolutionCase):
+        return _convolution_groups(case, seed, dtype)
     raise ValueError(f"case: {case.id} is a whole model; `headstart prefill --compare` verifies it")
 
 
 # The gated delta rule
+
+TOGETHER = 8
+"""Key heads that a GPU walks at once."""
+
+
+def _key_heads(H: int, device: torch.device) -> list[slice]:
+    """The key heads of each group."""
+    step = 1 if device.type == "cpu" else TOGETHER
+    return [slice(first, min(first + step, H)) for first in range(0, H, step)]
+
+
+def _value_heads(keys: slice, ratio: int) -> slice:
+    return slice(keys.start * ratio, keys.stop * ratio)
+
+
+def _group_name(keys: slice) -> str:
+    last = keys.stop - 1
+    return f"head-{keys.start}" if last == keys.start else f"heads-{keys.start}-{last}"
 
 
 def _delta_groups(
@@ -143,26 +165,22 @@ def _delta_groups(
     states = case.initial_states(seed)
     inputs = [*(tensor for part in parts for tensor in part), states]
 
-    def group(head: int) -> Callable[[], Truths]:
-        ratio = case.HV // case.H
-        values = slice(head * ratio, (head + 1) * ratio)
+    ratio = case.HV // case.H
+
+    def group(keys: slice) -> Group:
+        values = _value_heads(keys, ratio)
 
         def run() -> Truths:
             mine = [
-                [rows[0][:, head : head + 1], rows[1][:, head : head + 1],
-                 *(x[:, values] for x in rows[2:])]
+                [rows[0][:, keys], rows[1][:, keys], *(x[:, values] for x in rows[2:])]
                 for rows in sequences
-            ]  # fmt: skip
+            ]
             before = None if states is None else states[:, values]
             return _replayed(case, mine, before, device, tails)
 
-        return run
+        return Group(_group_name(keys), values, run)
 
-    ratio = case.HV // case.H
-    groups = [
-        Group(f"head-{h}", slice(h * ratio, (h + 1) * ratio), group(h)) for h in range(case.H)
-    ]
-    return groups, inputs
+    return [group(keys) for keys in _key_heads(case.H, device)], inputs
 
 
 def _split(rows: list[torch.Tensor], counts: Any) -> list[tuple[torch.Tensor, ...]]:
@@ -246,8 +264,8 @@ def _block_groups(
             "history": torch.stack(kept).flatten(1)[:, None].double(),
         }
 
-    def group(head: int) -> Callable[[], Truths]:
-        values = slice(head * ratio, (head + 1) * ratio)
+    def group(keys: slice) -> Group:
+        values = _value_heads(keys, ratio)
 
         def run() -> Truths:
             # The convolution's output is stored in the case's dtype: a rounding point.
@@ -265,7 +283,7 @@ def _block_groups(
             beta = delta.sigmoid(delta.wide(block["b"]))[:, values]
             borders = np.cumsum(case.lengths)[:-1]
             sequences = [
-                [q[n][:, head : head + 1], k[n][:, head : head + 1], v[n][:, values], *gates]
+                [q[n][:, keys], k[n][:, keys], v[n][:, values], *gates]
                 for n, gates in enumerate(
                     zip(np.split(g, borders), np.split(beta, borders), strict=True)
                 )
@@ -277,12 +295,38 @@ def _block_groups(
             )
             return truth
 
-        return run
+        return Group(_group_name(keys), values, run)
 
     groups = [Group("convolution", slice(0, None), outside)]
-    groups += [Group(f"head-{h}", slice(h * ratio, (h + 1) * ratio), group(h)) for h in range(H)]
+    groups += [group(keys) for keys in _key_heads(H, device)]
     rows = [block[name] for name in ("mixed", "z", "a", "b")]
     return groups, [*rows, *weights.values(), histories, states]
+
+
+# The convolution alone
+
+CHANNELS = 8 * BLOCK
+"""Channels of a group."""
+
+
+def _convolution_groups(
+    case: ConvolutionCase, seed: int, dtype: torch.dtype
+) -> tuple[list[Group], list[Any]]:
+    call = case.inputs(seed, "cpu", dtype)
+    x, weight = call["x"], call["weight"]
+
+    def group(begin: int) -> Group:
+        mine = slice(begin, begin + CHANNELS)
+
+        def run() -> Truths:
+            rows = x[:, mine].split(list(case.lengths))
+            found = torch.cat([convolution.convolve(part, weight[mine]) for part in rows])
+            return {"convolution": found.unflatten(1, (-1, BLOCK))}
+
+        end = min(begin + CHANNELS, case.channels)
+        return Group(f"channels-{begin}", slice(begin // BLOCK, end // BLOCK), run)
+
+    return [group(begin) for begin in range(0, case.channels, CHANNELS)], [x, weight]
 
 
 # Softmax attention

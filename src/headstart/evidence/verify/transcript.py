@@ -9,9 +9,11 @@ it knows its own truth. Decays of -inf and -316 fall late in chunks; drafts run 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from headstart.evidence.oracles import delta as oracle
 from headstart.evidence.poison import poisoned_memory
 from headstart.evidence.runs import Record
 from headstart.evidence.verify.tolerances import WIDE
+from headstart.runtime.dispatch import Declined
 
 SIZES = (1, 2, 16, 24)
 """H, HV, K, V, all different."""
@@ -502,3 +505,56 @@ def verify_transcript(
         excess=engine.excess,
         failure=failure,
     )
+
+
+PROBED = 20
+"""Turns that show whether an implementation runs a form at all."""
+
+
+def verify_transcripts(
+    implementation: str,
+    seed: int,
+    count: int,
+    *,
+    processes: int = 1,
+    turns: int = 40,
+    told: Callable[[Transcript], None] = lambda found: None,
+    **options: Any,
+) -> tuple[list[Transcript], dict[str, str]]:
+    """`count` transcripts from `seed` on, over all forms that an implementation runs in turn.
+
+    processes: how many share the work, each with one thread. told: hears of each as it ends.
+    options: of `verify_transcript`.
+    Returns them, and why a form was left out, by form.
+    """
+    forms, declined = [], {}
+    for form in FORMS:
+        try:
+            verify_transcript(implementation, form, seed, turns=min(turns, PROBED), **options)
+            forms.append(form)
+        except Declined as reason:
+            declined[form] = str(reason)
+    if not forms:
+        return [], declined
+    calls = [
+        functools.partial(
+            verify_transcript, implementation, forms[n % len(forms)], seed + n, turns=turns,
+            **options,
+        )
+        for n in range(count)
+    ]  # fmt: skip
+    found: list[Transcript] = []
+    with ExitStack() as stack:
+        results: Iterable[Transcript] = map(_called, calls)
+        if processes > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(processes, torch.set_num_threads, (1,)))
+            results = pool.imap(_called, calls)
+        for one in results:
+            found.append(one)
+            told(one)
+    return found, declined
+
+
+def _called(call: Callable[[], Transcript]) -> Transcript:
+    return call()

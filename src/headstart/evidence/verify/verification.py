@@ -26,6 +26,8 @@ class Verification(Record):
     declined: the sentence why the implementation does not run the case; then nothing else is said.
     notes: what was left out, and why.
     outputs: a record for each output.
+    repeats: how often it was computed, always from the same memory. differing: outputs whose bits
+        were not the same every time.
     seconds: of computing and comparing, the truth included.
     """
 
@@ -39,16 +41,19 @@ class Verification(Record):
     declined: str | None = None
     notes: tuple[str, ...] = ()
     outputs: tuple[Measured, ...] = ()
+    repeats: int = 1
+    differing: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
     def failures(self) -> list[str]:
-        """A sentence for each figure above its tolerance."""
-        return [failure for output in self.outputs for failure in output.failures]
+        """A sentence for each figure above its tolerance, and for each output that wavers."""
+        above = [failure for output in self.outputs for failure in output.failures]
+        return above + [f"{name}: other bits within {self.repeats} runs" for name in self.differing]
 
     @property
     def passed(self) -> bool:
-        """Whether every figure of every output is within its tolerance."""
+        """Whether every figure of every output is within its tolerance, and no bit wavers."""
         return not self.failures
 
     @property
@@ -70,6 +75,7 @@ def verify_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    repeats: int = 1,
     kept: bool = True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Verification:
@@ -81,6 +87,7 @@ def verify_case(
     device: where the implementation runs (inputs are drawn on the CPU). A truth is computed there
         too where it is no CPU.
     dtype: takes the place of the case's own.
+    repeats: compute it so often, and compare the bits of every time with those of the first.
     kept: keep truths on disk.
     progress: told the share that is done.
 
@@ -101,10 +108,14 @@ def verify_case(
         dtype=inputs,
         seed=seed,
     )
+    run = functools.partial(compute, case, implementation, seed=seed, device=place, dtype=dtype)
     try:
-        computed = compute(case, implementation, seed=seed, device=place, dtype=dtype)
+        computed = run()
     except Declined as reason:
         return result.model_copy(update={"declined": str(reason)})
+    differing: dict[str, None] = {}
+    for _ in range(repeats - 1):
+        differing |= dict.fromkeys(_differing(computed, run()))
     meters = _meters(case, computed)
     if against == "reference":
         pieces = truths(case, seed=seed, dtype=dtype, device=place, kept=kept, progress=progress)
@@ -132,9 +143,24 @@ def verify_case(
         update={
             "outputs": measured,
             "notes": (*computed.notes, *left),
+            "repeats": repeats,
+            "differing": tuple(differing),
             "seconds": time.perf_counter() - began,
         }
     )
+
+
+def _differing(first: Computed, again: Computed) -> list[str]:
+    """Outputs whose bits are not the same."""
+    return [
+        name
+        for name, output in first.outputs.items()
+        if not torch.equal(*(_bits(one.values) for one in (output, again.outputs[name])))
+    ]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
 
 
 def verify_many(
