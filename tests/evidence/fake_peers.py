@@ -244,6 +244,24 @@ def sglang_extend(
         o_extend[a:b] = attention(q_extend[a:b], k, v, radius, sinks)
 
 
+def sglang_unified(
+    q, o, k_buffer, v_buffer, k_scale, v_scale, qo_indptr, kv_indptr, kv_indices, prefix_lens,
+    max_len_extend, custom_mask=None, mask_indptr=None, sm_scale=None, logit_cap=0.0,
+    is_causal=True, sliding_window_size=-1, sinks=None, window_start_pos=None,
+):  # fmt: skip
+    """All keys by slot, the first of them at its position; queries are the last of the keys."""
+    assert is_causal
+    assert (k_scale, v_scale) == (1.0, 1.0)
+    assert max_len_extend == int(qo_indptr.diff().max())
+    radius = sliding_window_size if sliding_window_size > 0 else None
+    assert (window_start_pos is None) == (radius is None)
+    for n, (a, b) in enumerate(pairwise(qo_indptr.tolist())):
+        held = kv_indices[int(kv_indptr[n]) : int(kv_indptr[n + 1])]
+        assert len(held) == int(prefix_lens[n]) + b - a
+        assert radius is None or int(prefix_lens[n]) <= radius
+        o[a:b] = attention(q[a:b], k_buffer[held], v_buffer[held], radius, sinks)
+
+
 class FlashInferRagged:
     """The ragged prefill wrapper: planned, then run."""
 

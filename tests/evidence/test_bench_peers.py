@@ -34,6 +34,9 @@ MODULES = {
     "fa4": {"flash_attn.cute": {"flash_attn_varlen_func": fake_peers.flash_attn_4}},
     "sglang": {
         "extend_attention": {"extend_attention_fwd": fake_peers.sglang_extend},
+        "sglang.kernels.ops.attention.extend_attention": {
+            "extend_attention_fwd_unified": fake_peers.sglang_unified
+        },
         "sglang.kernels.ops.mamba.causal_conv1d_triton": {
             "causal_conv1d_fn": fake_peers.sglang_convolution
         },
@@ -82,7 +85,8 @@ def truths(id):
         *[(name, id) for name in ("fla", "flashinfer") for id in DECODES],
         ("fla", "kda-residual-512"),
         *[(name, id) for name in ("fa4", "flashinfer", "sglang") for id in (*PLAIN, *WINDOWS)],
-        *[(name, id) for name in ("fa4", "sglang") for id in SINKS],
+        *[(name, id) for name in ("fa4", "sglang", "sglang-unified") for id in SINKS],
+        *[("sglang-unified", id) for id in (*PLAIN, *WINDOWS)],
     ],
 )
 def test_a_peer_computes_the_case(peers, name, id):

@@ -74,8 +74,9 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
     metavar="A,B,...",
     help="Of every CASE that names none of its own: "
     "headstart, hopper, triton, torch, reference, reproducible, fla, flashinfer, flashqla, "
-    "fa4, sdpa, flex, sglang, transformers, or git revisions (HEAD, main~5, main~5:torch); each "
-    "also as ARM@CASE, on another case. The first is what others are compared with.",
+    "fa4, sdpa, flex, sglang, sglang-unified, transformers, or git revisions (HEAD, main~5, "
+    "main~5:torch); each also as ARM@CASE, on another case. The first is what others are "
+    "compared with.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=60, show_default=True)
 @click.option(
@@ -394,7 +395,9 @@ def _print_case(result: CaseResult) -> None:
 
 
 def _row(arm: Any) -> tuple[str, ...]:
-    error = next((one for one in arm.accuracy if one.output in ("o", "norm")), None)
+    from headstart.evidence.checking import MAIN
+
+    error = next((one for one in arm.accuracy if one.output in MAIN), None)
     ratio = arm.ratio
 
     def number(value: float | None, digits: str) -> str:

@@ -67,6 +67,7 @@ PEERS = {
     "sdpa": "headstart.evidence.arms.sdpa",
     "flex": "headstart.evidence.arms.flex",
     "sglang": "headstart.evidence.arms.sglang",
+    "sglang-unified": "headstart.evidence.arms.sglang_unified",
     "transformers": "headstart.evidence.arms.transformers",
 }
 """Arm -> module with `build(case, device, seed) -> Arm`."""
