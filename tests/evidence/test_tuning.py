@@ -237,6 +237,7 @@ def test_only_what_changes_a_launch_is_swept():
         ("gated_delta_rule", "gdn-next-8k", ["prepare", "scan"]),
         ("gated_delta_rule", "block-residual-512", ["prepare", "scan"]),
         ("causal_conv1d", "block-residual-512", ["convolve"]),
+        ("causal_conv1d", "conv-next-18778", ["convolve"]),
         ("rms_norm_gated", "block-residual-512", ["norm"]),
     ],
 )

@@ -121,7 +121,7 @@ def points_of(operation: str, case: Case) -> Iterator[Point]:
     elif isinstance(case, DeltaBlockCase):
         if operation != "extend_attention":
             yield Point(operation, case)
-    elif isinstance(case, DeltaCase) and operation == "gated_delta_rule":
+    elif case.op == operation:
         yield Point(operation, case)
 
 
@@ -137,11 +137,8 @@ def shortened(case: Case, share: float) -> Case | None:
     def shorter(lengths: Sequence[int]) -> tuple[int, ...]:
         return tuple(max(1, round(n * share)) if n else 0 for n in lengths)
 
-    changed: dict[str, Any] = {"id": f"{case.id}@{share:g}"}
-    if isinstance(case, AttentionCase):
-        changed |= {"lengths": shorter(case.lengths), "prefixes": shorter(case.prefixes)}
-    elif isinstance(case, DeltaCase):
-        if case.snapshot_positions:
-            return None
-        changed["lengths"] = shorter(case.lengths)
-    return replace(case, **changed)
+    if isinstance(case, DeltaCase) and case.snapshot_positions:
+        return None
+    changed = {name: shorter(getattr(case, name, ())) for name in ("lengths", "prefixes")}
+    there = {name: lengths for name, lengths in changed.items() if lengths}
+    return replace(case, id=f"{case.id}@{share:g}", **there)
