@@ -16,6 +16,9 @@ SCAN = "gated_delta_rule/hopper/scan.py"
 PREPARE = "gated_delta_rule/hopper/prepare.py"
 TILES = "gated_delta_rule/hopper/tiles.py"
 RESULTS = "gated_delta_rule/hopper/results.py"
+SHORT = "gated_delta_rule/hopper/short.py"
+SHORT_TILES = "gated_delta_rule/hopper/short_tiles.py"
+CUTTING = "gated_delta_rule/cutting.py"
 
 MUTANTS = (
     _mutant(
@@ -32,7 +35,7 @@ MUTANTS = (
         file=SCAN,
         old="gl.where(rows == 63, inside, 0.0)",
         new="gl.where(rows == 62, inside, 0.0)",
-        checks=("rule of 128",),
+        checks=("rule chunk ends of 128",),
     ),
     _mutant(
         name="hopper-beta-dropped",
@@ -65,7 +68,7 @@ MUTANTS = (
         file=SCAN,
         old="            r = gl.where((taking_part != 0.0)[None, :], r, 0.0)\n",
         new="            r = gl.where((taking_part > -1.0)[None, :], r, 0.0)\n",
-        checks=("rule of 128",),
+        checks=("rule spoiled neighbours of 128",),
     ),
     _mutant(
         name="hopper-neighbour-rows-written",
@@ -140,7 +143,40 @@ MUTANTS = (
         file=PREPARE,
         old="    new = ((at >= start) & (at < end))[:, None]\n    first_row",
         new="    new = (at >= start)[:, None]\n    first_row",
-        checks=("rule of 128", "rule cache of 128"),
+        checks=("rule spoiled neighbours of 128", "rule cache spoiled neighbours of 128"),
+    ),
+    _mutant(
+        name="hopper-foreign-keys-kept",
+        fault="Rows of k of the next sequence are not cleared: their NaN meets zeros.",
+        pitfall=8,
+        file=SCAN,
+        old="            if (low < start) | (low + 64 > end):\n                clear_rows",
+        new="            if low < start:\n                clear_rows",
+        checks=("rule spoiled neighbours of 128",),
+    ),
+    _mutant(
+        name="hopper-own-keys-cleared",
+        fault="The last row of k of a sequence is cleared with those of the next one.",
+        file=SCAN,
+        old="    own = ((at >= start) & (at < end))[:, None]\n    k_tile.store",
+        new="    own = ((at >= start) & (at < end - 1))[:, None]\n    k_tile.store",
+        checks=("rule of 128",),
+    ),
+    _mutant(
+        name="hopper-maps-take-values",
+        fault="What a segment does to the identity holds what its values add.",
+        file=SCAN,
+        old="            if before == IDENTITY:\n                values = gl.zeros",
+        new="            if before == OPENS:\n                values = gl.zeros",
+        checks=("rule segments of 128",),
+    ),
+    _mutant(
+        name="hopper-piece-begins-anew",
+        fault="A piece starts from the sequence's own state, not where the piece before it ended.",
+        file=CUTTING,
+        old="            source = rows.pop(n, OPENS)\n",
+        new="            source = min(rows.pop(n, OPENS), OPENS)\n",
+        checks=("rule many spans of 128",),
     ),
     _mutant(
         name="hopper-tail-row-missing",
@@ -149,6 +185,81 @@ MUTANTS = (
         old="        old = (held & (at >= stands) & (at < start))[:, None]\n        kept = tail_k",
         new="        old = (held & (at > stands) & (at < start))[:, None]\n        kept = tail_k",
         checks=("rule cache of 128",),
+    ),
+    _mutant(
+        name="hopper-short-last-decay-dropped",
+        fault="In a short sequence the decay of a chunk's last token does not reach the state.",
+        file=SHORT,
+        old="gl.where(rows == 63, inside, 0.0)",
+        new="gl.where(rows == 62, inside, 0.0)",
+        checks=("rule short chunk ends of 128",),
+    ),
+    _mutant(
+        name="hopper-short-beta-dropped",
+        fault="In a short sequence the update is not weighed by beta.",
+        file=SHORT,
+        old="x * inside[None, :]) * beta[None, :]",
+        new="x * inside[None, :])",
+        checks=("rule short of 128",),
+    ),
+    _mutant(
+        name="hopper-short-neighbour-rows-written",
+        fault="A short sequence's outputs run on over the next one's.",
+        pitfall=8,
+        file=SHORT,
+        old="        mask=((low + at >= start) & (low + at < end))[:, None],",
+        new="        mask=(low + at >= start)[:, None],",
+        checks=("rule short of 128",),
+    ),
+    _mutant(
+        name="hopper-short-stale-slot",
+        fault="A new short sequence starts from whatever its slot held.",
+        pitfall=64,
+        file=SHORT,
+        old="        there = held & (stands > 0)\n",
+        new="        there = stands >= 0\n",
+        checks=("rule short cache of 128",),
+    ),
+    _mutant(
+        name="hopper-short-fold-missed",
+        fault="A chunk that a short step completes is not folded into the slot's state.",
+        file=SHORT,
+        old="            if (low + 64 == fold) & (write >= 0):",
+        new="            if (low + 64 < fold) & (write >= 0):",
+        checks=("rule short cache of 128",),
+    ),
+    _mutant(
+        name="hopper-short-own-row-unseen",
+        fault="In a short sequence an output does not see its own token.",
+        file=SHORT_TILES,
+        old="gl.where((later >= 0) & kept_j",
+        new="gl.where((later > 0) & kept_j",
+        checks=("rule short of 128",),
+    ),
+    _mutant(
+        name="hopper-short-neighbour-rows-read",
+        fault="Rows of the next sequence are read as a short one's.",
+        pitfall=8,
+        file=SHORT_TILES,
+        old="    taken = (at >= start) & (at < end)\n",
+        new="    taken = at >= start\n",
+        checks=("rule short spoiled neighbours of 128",),
+    ),
+    _mutant(
+        name="hopper-short-tail-row-missing",
+        fault="The first row of a tail is not read by a short step.",
+        file=SHORT_TILES,
+        old="        old = held & (at >= stands) & (at < start)\n        kept = tail + slot",
+        new="        old = held & (at > stands) & (at < start)\n        kept = tail + slot",
+        checks=("rule short cache of 128",),
+    ),
+    _mutant(
+        name="hopper-short-rows-not-kept",
+        fault="Keys of a short step are kept without the first of them.",
+        file=SHORT_TILES,
+        old="((low + at >= start) & (low + at < end))[:, None]\n        kept = tail_k",
+        new="((low + at > start) & (low + at < end))[:, None]\n        kept = tail_k",
+        checks=("transcripts normalised",),
     ),
 )  # fmt: skip
 """Each with the check that reveals it, the cheapest first."""

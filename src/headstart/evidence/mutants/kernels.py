@@ -17,6 +17,7 @@ INVERSE = "gated_delta_rule/passes/inverse.py"
 CHANNEL = "gated_delta_rule/passes/channel.py"
 GATES = "gated_delta_rule/passes/gates.py"
 TABLE = "gated_delta_rule/chunk_table.py"
+CUTTING = "gated_delta_rule/cutting.py"
 
 MUTANTS = (
     _mutant(
@@ -34,6 +35,38 @@ MUTANTS = (
         old="            carry + (before * HV + head)",
         new="            carry + ((1 - before) * HV + head)",
         checks=("rule many spans",),
+    ),
+    _mutant(
+        name="kernel-piece-begins-anew",
+        fault="A piece starts from the sequence's own state, not where the piece before it ended.",
+        file=CUTTING,
+        old="            source = rows.pop(n, OPENS)\n",
+        new="            source = min(rows.pop(n, OPENS), OPENS)\n",
+        checks=("rule many spans",),
+    ),
+    _mutant(
+        name="kernel-piece-of-nothing-left-out",
+        fault="A sequence without chunks has no piece: nobody hands its state on.",
+        file=CUTTING,
+        old="    spans[:1] = [(spans[0] if spans else []) + empty]",
+        new="    spans[:1] = [spans[0] if spans else []]",
+        checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-segment-begins-anew",
+        fault="What a segment adds is counted from the sequence's state at the opening.",
+        file=CUTTING,
+        old="source if i == 0 else ZEROS, state + i))",
+        new="source, state + i))",
+        checks=("rule segments",),
+    ),
+    _mutant(
+        name="kernel-maps-take-values",
+        fault="What a segment does to the identity holds what its values add.",
+        file=SCAN,
+        old="            if before == IDENTITY:\n                values = tl.zeros",
+        new="            if before == OPENS:\n                values = tl.zeros",
+        checks=("rule segments",),
     ),
     _mutant(
         name="kernel-last-decay-dropped",
@@ -78,6 +111,17 @@ MUTANTS = (
         old="    new = (at >= start) & (at < end)\n",
         new="    new = at >= start\n",
         checks=("rule", "rule cache"),
+    ),
+    _mutant(
+        name="kernel-foreign-keys-kept",
+        fault="The first row of k of the next sequence is not masked: its NaN meets zeros.",
+        pitfall=8,
+        file=SCAN,
+        old="                k + source[:, None] * k_token + key_head * k_head + ck[None, :],\n"
+        "                mask=new[:, None] & in_k,",
+        new="                k + source[:, None] * k_token + key_head * k_head + ck[None, :],\n"
+        "                mask=((at >= start) & (at <= end))[:, None] & in_k,",
+        checks=("rule spoiled neighbours",),
     ),
     _mutant(
         name="kernel-neighbour-rows-written",
