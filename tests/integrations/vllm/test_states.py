@@ -139,6 +139,34 @@ def test_drafts_of_any_length_beside_a_prefill_in_any_order():
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+def test_reproducible_rows_do_not_depend_on_the_batch_nor_on_steps_on_the_grid():
+    alone, among = (dataclasses.replace(make_core(), reproducible=True) for _ in range(2))
+    rows, others = make_rows(alone, 180), make_rows(alone, 90, seed=7)
+    whole = run(alone, [PlainStep.of([178], [0], 0, torch.tensor([5]))], *(x[:178] for x in rows))
+    decoded = [
+        run(alone, [PlainStep.of([1], [at], 1, torch.tensor([5]))], *(x[at : at + 1] for x in rows))
+        for at in (178, 179)
+    ]
+    # In two chunks, the second from a copy of the state: a prefix hit. Another sequence runs along.
+    slots = torch.tensor([2, 7])
+    packed = [torch.cat([x[:128], y[:60]]) for x, y in zip(rows, others, strict=True)]
+    first = run(among, [PlainStep.of([128, 60], [0, 0], 0, slots)], *packed)
+    for pool in (among.states, among.histories):
+        pool[9] = pool[2]
+    slots = torch.tensor([7, 9])
+    packed = [torch.cat([y[60:61], x[128:178]]) for x, y in zip(rows, others, strict=True)]
+    second = run(among, [PlainStep.of([1, 50], [60, 128], 1, slots)], *packed)
+    assert torch.equal(torch.cat([first[:128], second[1:]]), whole)
+    for n, at in enumerate((178, 179)):
+        packed = [
+            torch.cat([y[61 + n : 62 + n], x[at : at + 1]])
+            for x, y in zip(rows, others, strict=True)
+        ]
+        both = run(among, [PlainStep.of([1, 1], [61 + n, at], 2, slots)], *packed)
+        assert torch.equal(both[1:], decoded[n])
+    assert torch.equal(among.states[9], alone.states[5])
+
+
 def test_rows_of_no_sequence_are_left_alone():
     core = make_core()
     rows = make_rows(core, 8)

@@ -48,8 +48,8 @@ class PlainStep:
             slots,
             torch.tensor(present, dtype=torch.bool).to(device, non_blocking=True),
             Schedule(lengths, device=device),
-            Schedule(lengths[:singles], device=device),
-            Schedule(lengths[singles:], start_positions=list(starts[singles:]), device=device),
+            Schedule(lengths[:singles], start_positions=starts[:singles], device=device),
+            Schedule(lengths[singles:], start_positions=starts[singles:], device=device),
             rows,
         )
 
@@ -65,14 +65,11 @@ class PlainStep:
         before = core.histories[:, : core.width - 1]
         y = core.convolve(mixed, self.whole, Pool(before, self.slots, present=self.present))
         count = self.single.N
-        for operation, schedule, some in (
-            ("recurrent_gated_delta_rule", self.single, slice(count)),
-            ("gated_delta_rule", self.prefill, slice(count, None)),
-        ):
+        for schedule, some in ((self.single, slice(count)), (self.prefill, slice(count, None))):
             if schedule.T:
                 slots, present = self.slots[some], self.present[some]
                 state = Pool(core.states, slots, present=present, layout="vk")
-                core.rule(operation, schedule, state, y[some], b[some], a[some], out=out[some])
+                core.rule(schedule, state, y[some], b[some], a[some], out=out[some])
 
 
 class Turn(NamedTuple):
@@ -148,7 +145,7 @@ class DraftStep:
             core.histories[turn.first, kept + t] = mixed[turn.rows]
             state = Pool(core.states, turn.read, write_slots=turn.write, layout="vk")
             rows = (x[turn.rows] for x in (y, b, a))
-            out[turn.rows] = core.rule("recurrent_gated_delta_rule", turn.schedule, state, *rows)
+            out[turn.rows] = core.rule(turn.schedule, state, *rows)
 
 
 @dataclass(frozen=True)
@@ -160,6 +157,8 @@ class DeltaCore:
     H, K, V: heads of q and k, and the head sizes.
     histories: pool [slots, width - 1 + drafts, channels], inputs of the convolution, oldest first.
     states: pool [slots, HV, V, K]; the slot strides of both are free.
+    reproducible: make the bits of a sequence independent of its batch, and of its steps as long as
+        they end on the 64-token grid (not with drafts).
     """
 
     weight: torch.Tensor
@@ -172,6 +171,7 @@ class DeltaCore:
     V: int
     histories: torch.Tensor
     states: torch.Tensor
+    reproducible: bool = False
 
     @property
     def width(self) -> int:
@@ -217,7 +217,6 @@ class DeltaCore:
 
     def rule(
         self,
-        operation: str,
         schedule: Schedule,
         state: Pool,
         y: torch.Tensor,
@@ -225,20 +224,21 @@ class DeltaCore:
         a: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rule's output [T, HV, V] for convolved y [T, channels]."""
+        """The rule's output [T, HV, V] for convolved y [T, channels].
+
+        Single tokens take the plain recurrence, which promises no bits.
+        """
         keys = self.H * self.K
         q, k, v = y.split([keys, keys, y.shape[1] - 2 * keys], dim=1)
-        return call(
-            KIND,
-            operation,
+        rows = (
             q.unflatten(1, (self.H, self.K)),
             k.unflatten(1, (self.H, self.K)),
             v.unflatten(1, (-1, self.V)),
             a,
             b,
-            schedule=schedule,
-            state=state,
-            gate=Gate.raw(self.a_log, self.dt_bias, beta="logit"),
-            qk_l2norm=True,
-            out=out,
-        ).o
+        )
+        gate = Gate.raw(self.a_log, self.dt_bias, beta="logit")
+        how = {"schedule": schedule, "state": state, "gate": gate, "qk_l2norm": True, "out": out}
+        if schedule.T == schedule.N and not self.reproducible:
+            return call(KIND, "recurrent_gated_delta_rule", *rows, **how).o
+        return call(KIND, "gated_delta_rule", *rows, **how, reproducible=self.reproducible).o

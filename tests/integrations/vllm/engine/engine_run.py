@@ -71,7 +71,7 @@ def found(output):
     }
 
 
-def prompts(engine):
+def prompts(engine, count=50):
     """Fifty prompts from one byte to four chunks long."""
     text, dice = checkpoints.sample_text().read_bytes(), random.Random(3)
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, 256, 257] + [
@@ -79,7 +79,12 @@ def prompts(engine):
     ]
     starts = [dice.randrange(len(text) - length) for length in lengths]
     cut = [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    return engine.generate(cut, 12)
+    return engine.generate(cut[:count], 12)
+
+
+def few(engine):
+    """The first sixteen of these prompts."""
+    return prompts(engine, 16)
 
 
 def prefixes(engine):
@@ -121,7 +126,7 @@ def crowd(engine):
     return {"ended": ended, "given_up": sorted(given_up), "steps": step}
 
 
-JOBS = {"prompts": prompts, "prefixes": prefixes, "crowd": crowd}
+JOBS = {"prompts": prompts, "few": few, "prefixes": prefixes, "crowd": crowd}
 
 
 def main(asked, place):

@@ -134,11 +134,9 @@ def test_a_crowd_is_served_and_those_who_leave_are_let_go(engine, name, dtype):
 
 
 def test_drafts_change_no_token(engine):
-    jobs = ("prompts",)
-    drafted = engine(HYBRID, "float32", plugin=True, jobs=jobs, **DRAFTS)
+    drafted = engine(HYBRID, "float32", plugin=True, jobs=("few",), **DRAFTS)
     plain = engine(HYBRID, "float32", plugin=True)
-    for one, other in zip(drafted["prompts"], plain["prompts"], strict=True):
+    for one, other in zip(drafted["few"], plain["prompts"][:16], strict=True):
         compare(one, other, "float32")
-    assert drafted["forwards"] < plain["forwards"]
     turns = {name: count for _, name, _, count in drafted["calls"]}["recurrent_gated_delta_rule"]
     assert turns > 2 * 6 * drafted["forwards"]  # up to four turns a layer where there are drafts

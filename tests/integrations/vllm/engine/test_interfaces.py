@@ -189,6 +189,7 @@ def valid(**changes):
 def test_vllm_takes_the_backend_for_what_it_serves():
     assert valid() == []
     assert valid(use_batch_invariant=True, head_size=128, block_size=640) == []
+    assert delta.DeltaBackend.supports_batch_invariance()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -37,11 +38,23 @@ class DeltaBackend(GDNAttentionBackend):
         """What looks at each step."""
         return DeltaBuilder
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """With VLLM_BATCH_INVARIANT=1 the bits of a row do not depend on its batch."""
+        return True
+
 
 class DeltaBuilder(GDNAttentionMetadataBuilder):
     """Adds schedules to vLLM's metadata, once a step. No CUDA graphs: schedules are host facts."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if envs.VLLM_BATCH_INVARIANT and self.use_spec_decode:
+            raise NotImplementedError(
+                "VLLM_BATCH_INVARIANT: headstart's linear layers keep no bits with drafts"
+            )
 
     def build(  # type: ignore[override]
         self,
@@ -140,5 +153,6 @@ class HeadstartGatedDeltaNet(QwenGatedDeltaNetAttention):
             self.head_k_dim,
             self.head_v_dim,
             *self.kv_cache,
+            reproducible=envs.VLLM_BATCH_INVARIANT,
         )
         core.run(metadata.steps, mixed_qkv, b, a, core_attn_out)
