@@ -22,12 +22,13 @@ A sequence of several chunks makes T and P anew for each half.
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
+from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.short_tiles import SCALES, keep_rows, make_tiles
 
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
@@ -62,6 +63,32 @@ def state_of(
 
 
 @gluon.jit
+def stage_state(staged, old, head, block, K: gl.constexpr, sk: gl.constexpr, sv: gl.constexpr):
+    """Begin to copy 64 columns of a state into shared memory, in the order that they lie in."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    old_state, old_n, old_h, slot, there = old
+    found = old_state + slot * old_n + head * old_h
+    i = gl.arange(0, staged.shape[0], layout=gl.SliceLayout(1, LINES))[:, None]
+    j = gl.arange(0, staged.shape[1], layout=gl.SliceLayout(0, LINES))[None, :]
+    found = found + block * 64 * sv + i * (sk if sv == 1 else sv) + j
+    gather_in(staged, found, mask=(i >= 0) & there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def keep_lines(S, staged, state, block, sk: gl.constexpr, sv: gl.constexpr):
+    """As `keep_state`, by way of shared memory: whole lines are written."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    i = gl.arange(0, staged.shape[0], layout=gl.SliceLayout(1, LINES))[:, None]
+    j = gl.arange(0, staged.shape[1], layout=gl.SliceLayout(0, LINES))[None, :]
+    by_v = staged.permute((1, 0)) if sv == 1 else staged
+    by_v.store(S)
+    thread_barrier()
+    to = state + block * 64 * sv + i * (sk if sv == 1 else sv) + j
+    gl.store(to, staged.load(LINES))
+
+
+@gluon.jit
 def keep_state(S, state, block, K: gl.constexpr, sk: gl.constexpr, sv: gl.constexpr):
     """Store S as 64 columns of a state, rounded to its dtype."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -93,16 +120,27 @@ def keep_snapshot(
 
 @gluon.jit
 def opened(
-    old, snaps, opens, opening, stands, head, block,
+    old, snaps, staged, opens, opening, stands, head, block, more,
     K: gl.constexpr, old_k: gl.constexpr, old_v: gl.constexpr,
-    snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr,
+    snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr, AHEAD: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
 ):  # fmt: skip
-    """The state that the first chunk meets, which may be a snapshot."""
+    """The state that the first chunk meets, which may be a snapshot.
+
+    AHEAD: it was asked for, and the next half of V is where there are `more`.
+    """
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     old_state, old_n, old_h, slot, there = old
     S = gl.zeros((64, K), gl.float32, STATE)
-    if HAS_STATE:
+    if AHEAD:
+        async_copy.wait_group(0)
+        thread_barrier()
+        by_v = staged.permute((1, 0)) if old_v == 1 else staged
+        S = by_v.load(STATE)
+        if more:
+            thread_barrier()
+            stage_state(staged, old, head, block + 1, K, old_k, old_v)
+    elif HAS_STATE:
         S = state_of(old_state, block, old_n, old_h, slot, head, there, K, old_k, old_v)
     if HAS_SNAPSHOTS:
         if opens:
@@ -115,11 +153,11 @@ def opened(
 
 @gluon.jit
 def advance(
-    S, outs, snaps, tiles, place, low, after, fold, write, more, head, block, scale,
+    S, outs, snaps, staged, tiles, place, low, after, fold, write, more, head, block, scale,
     K: gl.constexpr, V: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
     snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_NEW: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    CACHED: gl.constexpr,
+    CACHED: gl.constexpr, LINES_KEPT: gl.constexpr,
 ):  # fmt: skip
     """Outputs of a chunk in one half of V, and the state after it where anyone wants it."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -187,7 +225,12 @@ def advance(
                 keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
         elif HAS_NEW:
             if (not more) & (write >= 0):
-                keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
+                if LINES_KEPT:
+                    to = new_state + write * new_n + head * new_h
+                    keep_lines(S, staged, to, block, new_k, new_v)
+                else:
+                    to = new_state + write * new_n + head * new_h
+                    keep_state(S, to, block, K, new_k, new_v)
     thread_barrier()
     at = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
@@ -219,7 +262,7 @@ def short_kernel(
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    HALVES: gl.constexpr, SEVERAL: gl.constexpr,
+    HALVES: gl.constexpr, SEVERAL: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """One program per (HALVES halves of V, value head, sequence).
 
@@ -268,6 +311,23 @@ def short_kernel(
             if there:
                 prefetch_state(old_state + slot * old_n + head * old_h, old_k, old_v, K, V)
 
+    old = old_state, old_n, old_h, slot, there
+    # States go through shared memory in pieces of 16 bytes, conflicts apart as they lie in rows.
+    AHEAD: gl.constexpr = (
+        STAGED and HAS_STATE and (CACHED or not SEVERAL)
+        and old_state.dtype.element_ty == gl.float32 and (old_v == 1 or old_k == 1)
+    )  # fmt: skip
+    LINES_KEPT: gl.constexpr = (
+        STAGED and HAS_NEW and not HAS_STATE and not CACHED
+        and new_state.dtype.element_ty == gl.float32 and (new_v == 1 or new_k == 1)
+    )  # fmt: skip
+    staged = 0
+    if AHEAD or LINES_KEPT:
+        BY_V: gl.constexpr = old_v == 1 if AHEAD else new_v == 1
+        FOUR: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        staged = gl.allocate_shared_memory(gl.float32, [K if BY_V else 64, 64 if BY_V else K], FOUR)
+    if AHEAD:
+        stage_state(staged, old, head, first_block, K, old_k, old_v)
     dtype: gl.constexpr = k.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -296,7 +356,6 @@ def short_kernel(
         g_token, g_head, beta_token, beta_head,
         tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     )  # fmt: skip
-    old = old_state, old_n, old_h, slot, there
     outs = o, o_token, o_head, new_state, new_n, new_h
     snaps = (
         snapshots, snapshot_slots, snapshot_position, snapshot_end, snap_n, snap_h, snap_position,
@@ -316,17 +375,18 @@ def short_kernel(
         for half in gl.static_range(HALVES):
             block = first_block + half
             S = opened(
-                old, snaps, opens, opening, stands, head, block, K, old_k, old_v, snap_k, snap_v,
-                HAS_STATE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+                old, snaps, staged, opens, opening, stands, head, block, half + 1 < HALVES,
+                K, old_k, old_v, snap_k, snap_v, HAS_STATE, AHEAD,
+                HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
             if first < last:
                 after = -1
                 if HAS_SNAPSHOTS:
                     after = gl.load(items + first * 3 + 2)
                 S = advance(
-                    S, outs, snaps, tiles, place, low, after, fold, write, False,
+                    S, outs, snaps, staged, tiles, place, low, after, fold, write, False,
                     head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, LINES_KEPT,
                 )  # fmt: skip
             elif HAS_NEW:
                 if write >= 0:
@@ -336,8 +396,9 @@ def short_kernel(
         for half in tl.range(HALVES, disable_licm=True):
             block = first_block + half
             S = opened(
-                old, snaps, opens, opening, stands, head, block, K, old_k, old_v, snap_k, snap_v,
-                HAS_STATE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+                old, snaps, staged, opens, opening, stands, head, block, half + 1 < HALVES,
+                K, old_k, old_v, snap_k, snap_v, HAS_STATE, AHEAD,
+                HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
             for item in tl.range(first, last, disable_licm=True):
                 low = (first_chunk + item - begin) * 64
@@ -355,9 +416,9 @@ def short_kernel(
                 if HAS_SNAPSHOTS:
                     after = gl.load(items + item * 3 + 2)
                 S = advance(
-                    S, outs, snaps, tiles, place, low, after, fold, write, item + 1 < last,
+                    S, outs, snaps, staged, tiles, place, low, after, fold, write, item + 1 < last,
                     head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, LINES_KEPT,
                 )  # fmt: skip
                 # Before the next chunk's rows take the place of these.
                 thread_barrier()

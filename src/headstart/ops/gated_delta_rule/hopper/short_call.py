@@ -11,6 +11,7 @@ from headstart.ops.gated_delta_rule.chunk_table import chunk_table
 from headstart.ops.gated_delta_rule.hopper.short import short_kernel
 from headstart.ops.gated_delta_rule.passes.launch import state_arguments, step_arguments
 from headstart.ops.gated_delta_rule.passes.scratch import aligned_rows
+from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.runtime.launcher import current, processors, start
@@ -18,6 +19,10 @@ from headstart.runtime.launcher import current, processors, start
 REGISTERS = 255
 """Of a thread: two programs on a multiprocessor. With fewer, what is spilt costs more than a third
 program gains."""
+STAGED = False
+"""Whether states pass through shared memory: asked for ahead, and written in whole lines."""
+CHUNKS = 1
+"""Of a sequence without a cache, where programs for halves of V leave processors idle."""
 TILE_ROWS = 16
 """Rows begin at, and step by, multiples of as many elements: they are copied 16 bytes at a time."""
 
@@ -25,9 +30,10 @@ TILE_ROWS = 16
 def takes(call: GatedDeltaCall) -> bool:
     """Whether `launch` computes a call, whose rows are aligned: a function of host facts.
 
-    Where each sequence has one chunk, its T and P need not leave a multiprocessor. With a cache the
-    heads of a slot write its tail while others may still read it, so no new row may take the place
-    of an old one: steps end with their chunk unless the tail has room for drafts.
+    Where each sequence has one chunk, its T and P need not leave a multiprocessor; CHUNKS says how
+    many it may have where programs are few. With a cache the heads of a slot write its tail while
+    others may still read it, so no new row may take the place of an old one: steps end with their
+    chunk unless the tail has room for drafts.
     """
     schedule, state, rows = call.schedule, call.state, []
     drafts = 0
@@ -36,7 +42,8 @@ def takes(call: GatedDeltaCall) -> bool:
         rows = [state.cache.tensors[name] for name in ("tail_k", "tail_v")]
     # Rows that are not aligned are copied before.
     rows += [x for x in (call.q, call.k, call.v) if aligned_rows(x)]
-    return schedule.T > 0 and schedule.short(drafts) and all(map(_in_pieces, rows))
+    short = schedule.short(drafts) or (not isinstance(state, CacheSlots) and _fits(call))
+    return schedule.T > 0 and short and all(map(_in_pieces, rows))
 
 
 def launch(call: GatedDeltaCall, stores: Stores) -> None:
@@ -44,6 +51,7 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
     HV, schedule, state = call.sizes[1], call.schedule, call.state
     cached = isinstance(state, CacheSlots)
     drafting = isinstance(state, CacheSlots) and state.cache.draft_tokens > 0
+    several = drafting or not schedule.short()
     table = chunk_table(schedule, cached, drafting)
     # Few programs leave processors idle; with a cache one program owns a head's positions.
     programs = HV * schedule.N
@@ -51,11 +59,19 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
     given: dict[str, Any] = step_arguments(call, stores.o) | state_arguments(call, stores)
     given |= {
         "sequences": table.sequences, "items": table.items,
-        "SEVERAL": drafting, "HALVES": halves,
+        "SEVERAL": several, "HALVES": halves, "STAGED": STAGED,
     }  # fmt: skip
     with current(call.device):
         grid = (programs * (2 // halves),)
         start(short_kernel, grid, given, num_warps=4, maxnreg=REGISTERS)
+
+
+def _fits(call: GatedDeltaCall) -> bool:
+    """Whether sequences have at most CHUNKS chunks, and two programs a head find processors."""
+    schedule = call.schedule
+    few = schedule.capacity is None and 2 * call.sizes[1] * schedule.N <= processors(call.device)
+    steps = zip(schedule.starts, schedule.lengths, strict=True)
+    return few and all(start % CHUNK + length <= CHUNKS * CHUNK for start, length in steps)
 
 
 def _in_pieces(x: torch.Tensor) -> bool:

@@ -90,8 +90,9 @@ def normalise(tile, place, low, LINES: gl.constexpr):
     row, start, end, held, stands, slot = place
     new = low + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES)) >= start
     x = tile.load(LINES)
-    unit = (x.to(gl.float32) * inverse_norms(x)[:, None]).to(x.dtype)
-    tile.store(gl.where(new[:, None], unit, x))
+    # In float32, which gives back what it is given: pairs are rounded at once.
+    by = gl.where(new, inverse_norms(x), 1.0)
+    tile.store((x.to(gl.float32) * by[:, None]).to(x.dtype))
 
 
 @gluon.jit
