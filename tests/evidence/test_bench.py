@@ -482,6 +482,11 @@ def test_stages_run_every_variant_and_compare():
         assert one.copies_to_host == 0
         assert sum(stage.microseconds for stage in one.stages) == pytest.approx(one.device_us)
         assert one.against.rounds == 3
+    as_it_stands = mine.pop("the case")
+    assert as_it_stands.scratch == package.workspace_bytes(
+        case.op, **case.blank(), implementation="torch"
+    )
+    assert {one.scratch for one in mine.values()} == {None}
     (base,) = (one for one in found if one.arm == "headstart" and one.variant == "the case")
     assert base.against is None
     (unfit,) = (one for one in found if one.arm == "fa4")

@@ -273,6 +273,7 @@ STAGE_COLUMNS = (
     "gap us",
     "launches",
     "to host",
+    "scratch MiB",
     "device x",
     "wall x",
 )
@@ -281,7 +282,7 @@ STAGE_COLUMNS = (
 def _stage_row(result: StagesResult) -> tuple[str, ...]:
     name = result.arm if result.served in ("", result.arm) else f"{result.arm} ({result.served})"
     if result.sentence:
-        return (result.case, name, result.variant, *["-"] * 7, result.sentence[:120])
+        return (result.case, name, result.variant, *["-"] * 8, result.sentence[:120])
 
     def number(value: float | None, digits: str = ".1f") -> str:
         return "-" if value is None else format(value, digits)
@@ -301,6 +302,7 @@ def _stage_row(result: StagesResult) -> tuple[str, ...]:
         number(result.gap_us),
         number(result.launches, "g"),
         number(result.copies_to_host, "g"),
+        number(None if result.scratch is None else result.scratch / 2**20),
         "-" if result.device_ratio is None else f"{1 / result.device_ratio:.3f}",
         wall,
     )

@@ -48,6 +48,7 @@ class StagesResult(Record):
     copies_to_host: copies from the device to the host in a call.
     wall_us: median until a call's work is done on an idle device. launch_us: median until the call
         returns. gap_us: wall_us - device_us: what the device waits for the host; None on a CPU.
+    scratch: bytes of workspace that a call of headstart's takes, for the case as it stands.
     against: ratio of wall times to the arm compared with, paired by round; device_ratio: of
         device_us. None where that arm did not run.
     """
@@ -66,6 +67,7 @@ class StagesResult(Record):
     wall_us: float | None = None
     launch_us: float | None = None
     gap_us: float | None = None
+    scratch: int | None = None
     against: Ratio | None = None
     device_ratio: float | None = None
 
@@ -157,7 +159,9 @@ def stages_of_case(
                     result = result.model_copy(update={"sentence": " ".join(sentence.split())})
                 else:
                     running.append((len(results), arm))
-                    update = {"served": arm.served, "note": arm.note}
+                    update: dict[str, Any] = {"served": arm.served, "note": arm.note}
+                    if words == AS_IT_STANDS and name in OURS:
+                        update["scratch"] = ours.scratch(name, case, device, arm.served)
                     result = result.model_copy(update=update)
                 results.append(result)
         pairs: dict[int, list[tuple[float, float]]] = {index: [] for index, _ in running}

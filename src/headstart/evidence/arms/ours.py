@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import headstart
 from headstart.evidence.arms import Arm, Outputs, Unfit
 from headstart.evidence.cases import Case
 from headstart.evidence.cases.convolution import BLOCK
@@ -63,6 +64,15 @@ def build(
         arm.restore()
     arm.served = ", ".join(dict.fromkeys(implementation for _, implementation in ran))
     return arm
+
+
+def scratch(name: str, case: Case, device: torch.device, served: str) -> int | None:
+    """Bytes of workspace that the implementation `served` takes; None for a whole layer."""
+    if hasattr(case, "conv_width"):
+        return None
+    options: dict[str, Any] = {"reproducible": True} if name == "reproducible" else {}
+    return headstart.workspace_bytes(case.op, **case.blank(device), **options,
+                                     implementation=served or None)  # fmt: skip
 
 
 def steps(case: Any, seed: int, device: torch.device) -> list[dict[str, Any]]:

@@ -269,13 +269,14 @@ def stages(found: Sequence[StagesResult]) -> Table:
             number(one.gap_us, ",.1f"),
             number(one.launches, "g"),
             number(one.copies_to_host, "g"),
+            number(None if one.scratch is None else one.scratch / 2**20, ",.1f"),
             interval(one.against),
             "; ".join(filter(None, (one.sentence, one.note))),
         )
         for one in found
     ]
     columns = ("case", "arm", "variant", "device us", "wall us", "launch us", "gap us", "launches",
-               "copies to host", "wall ratio [95 %]", "note")  # fmt: skip
+               "copies to host", "scratch MiB", "wall ratio [95 %]", "note")  # fmt: skip
     return table("Arms and variants", columns, rows)
 
 
