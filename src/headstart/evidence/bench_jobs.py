@@ -19,8 +19,9 @@ from headstart.evidence.benching import CaseResult
 from headstart.evidence.runs import Record
 
 READY, GO = "ready", "go"
-ARMS = 0.9
-"""Share of a case's time in which its arms must be prepared."""
+ARMS = 0.8
+"""Share of a case's time in which its arms must be prepared; the rest is for what cannot be
+interrupted, such as a compiler at work."""
 
 
 class Job(Record):
