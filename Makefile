@@ -19,7 +19,7 @@ BENCHMARKS ?= $(filter-out %_device.py,$(sort $(wildcard benchmarks/*.py)))
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
 
-.PHONY: help venv prefill test lint types pytest test-interpret mutants format wheel-smoke bench results report-test vllm-venv vllm-test clean
+.PHONY: help venv prefill test lint types pytest test-interpret static-triton interpret-triton mutants format wheel-smoke bench results report-test vllm-venv vllm-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,24 @@ pytest: $(READY)  ## tests and docstring examples only (WORKERS=2)
 # A process of its own: Triton decides when it is imported whether kernels are interpreted.
 test-interpret: $(READY)  ## the behaviour suites against the Triton kernels, in Triton's interpreter (WORKERS=2)
 	TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/pytest tests/ops -n $(WORKERS) --dist worksteal
+
+# Another Triton over all else that is in .venv.
+TRITON ?= 3.9.0
+OTHER := .venv-triton-$(TRITON)
+$(OTHER)/.ready: $(READY)
+	$(BIN)/python -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --no-deps triton==$(TRITON)
+	@$(OTHER)/bin/python -c 'import pathlib, sys, sysconfig; \
+		here = pathlib.Path(sysconfig.get_path("purelib")); \
+		base = pathlib.Path("$(VENV)").resolve() / here.relative_to(sys.prefix); \
+		(here / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")'
+	@touch $@
+
+static-triton: $(OTHER)/.ready  ## every kernel for every target with two Tritons; spills compared (TRITON=, STATIC="--target cuda:90"; hours)
+	$(BIN)/headstart static --triton-python $(OTHER)/bin/python $(STATIC)
+
+interpret-triton: $(OTHER)/.ready  ## test-interpret with another Triton (TRITON=, WORKERS=2)
+	TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(OTHER)/bin/python -m pytest tests/ops -n $(WORKERS) --dist worksteal
 
 mutants: $(READY)  ## known-bad builds for a CPU: every one must fail a check (minutes)
 	$(BIN)/headstart verify mutants

@@ -161,7 +161,7 @@ def test_command_compares_triton_versions(tmp_path):
         "--place", PLACE + "good", "--target", "90", "--kernel", "copy", "--triton-python", link
     )
     assert result.exit_code == 0, result.output
-    assert "no spill differs between Triton versions" in result.stdout
+    assert "0 differences between Triton versions in spills" in result.stdout
 
 
 def test_spill_differences_are_listed():
@@ -169,11 +169,33 @@ def test_spill_differences_are_listed():
     ours = base | {"triton": "3.6.0", "vector_spills": 0, "scalar_spills": None}
     theirs = base | {"triton": "3.7.0", "vector_spills": 44, "scalar_spills": None}
     assert diff.spill_differences([ours], [ours]) == []
-    (line,) = diff.spill_differences([ours], [theirs])
-    assert line == "scan on cuda:90: vector spills 0 and 44 with Triton 3.6.0 and 3.7.0"
+    where = "scan", "cuda:90"
+    assert diff.spill_differences([ours], [theirs]) == [(*where, "vector spills", "0", "44")]
     fails = base | {"triton": "3.7.0", "error": "PassManager::run failed"}
-    (line,) = diff.spill_differences([ours], [fails])
-    assert "only Triton 3.7.0 fails" in line
+    (row,) = diff.spill_differences([ours], [fails])
+    assert row == (*where, "compiles", "yes", "PassManager::run failed")
+    assert diff.spill_differences([fails], [fails]) == []
+
+
+@pytest.mark.parametrize("error", ["", "PassManager::run failed"])
+def test_with_another_triton_a_kernel_must_only_compile(monkeypatch, error):
+    from headstart.evidence.static import collect as module
+
+    def collected(targets, *, python=sys.executable, **_):
+        result = dict.fromkeys(
+            ("registers", "vector_spills", "shared", "resident_blocks", "instructions"), 0
+        ) | {"operation": "a", "kernel": "scan", "target": "cuda:90", "scalar_spills": None,
+             "matrix": {}, "loads": {}, "error": "", "broken": [], "triton": "3.6.0"}  # fmt: skip
+        if python == sys.executable:
+            return [result]
+        broken = [f"does not compile: {error}" if error else "spills 44 vector words, allowed 0"]
+        return [result | {"triton": "3.9.0", "error": error, "broken": broken, "vector_spills": 44}]
+
+    monkeypatch.setattr(module, "collect", collected)
+    result = run("--target", "90", "--triton-python", "sh")
+    assert result.exit_code == (1 if error else 0), result.output
+    assert ("BROKEN scan on cuda:90 (Triton 3.9.0)" in result.stdout) == bool(error)
+    assert "1 differences between Triton versions in spills" in result.stdout
 
 
 @pytest.mark.parametrize(

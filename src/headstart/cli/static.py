@@ -64,7 +64,8 @@ def command(
 ) -> None:
     """Cross-compile kernels; print registers, spills, shared memory and instructions.
 
-    Exits with 1 when a budget is broken, or --diff finds a differing instruction.
+    Exits with 1 when a budget is broken, or --diff finds a differing instruction. Budgets are this
+    interpreter's; with another's Triton a kernel must only compile.
     """
     need("evidence", "pydantic")
     from headstart.cli.printing import console, print_table
@@ -98,7 +99,8 @@ def command(
     for title, group in ((f"Triton {g[0]['triton']}", g) for g in (results, *by_python) if g):
         print_table(COLUMNS, [_row(result) for result in group], title=title if pythons else "")
     failed = False
-    for result in everything:
+    others = [result for group in by_python for result in group if result["error"]]
+    for result in [*results, *others]:
         for sentence in result["broken"]:
             failed = True
             console().print(
@@ -107,9 +109,11 @@ def command(
                 markup=False,
             )
     for group in by_python:
-        lines = diff.spill_differences(results, group)
-        for line in lines or ["no spill differs between Triton versions"]:
-            console().print(line, markup=False)
+        rows = diff.spill_differences(results, group)
+        versions = [f"Triton {side[0]['triton']}" for side in (results, group)]
+        if rows:
+            print_table(("kernel", "target", "differs", *versions), rows)
+        console().print(f"{len(rows)} differences between Triton versions in spills")
     if compared is not None:
         failed |= _print_differences(compared)
     ctx.exit(1 if failed else 0)

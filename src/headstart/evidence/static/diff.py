@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Result = Mapping[str, Any]
+Row = tuple[str, str, str, str, str]
 
 
 def pairs(results: Iterable[Result], others: Iterable[Result]) -> list[tuple[Result, Result]]:
@@ -54,19 +55,21 @@ def difference(result: Result, other: Result) -> str:
     return shown + ("; ..." if len(changed) > 6 else "")
 
 
-def spill_differences(results: Iterable[Result], others: Iterable[Result]) -> list[str]:
-    """A line for every kernel that another Triton version spills differently, or cannot build."""
-    lines = []
+def spill_differences(results: Iterable[Result], others: Iterable[Result]) -> list[Row]:
+    """A row for every kernel that another Triton spills differently, or only one of them compiles.
+
+    Kernel, target, what differs, and what it is with each of the two.
+    """
+    rows: list[Row] = []
     for result, other in pairs(results, others):
-        where = f"{result['kernel']} on {result['target']}"
-        versions = f"Triton {result['triton']} and {other['triton']}"
+        where = result["kernel"], result["target"]
         if result["error"] or other["error"]:
             if bool(result["error"]) != bool(other["error"]):
-                failing = result if result["error"] else other
-                lines.append(f"{where}: only Triton {failing['triton']} fails: {failing['error']}")
+                ways = result["error"] or "yes", other["error"] or "yes"
+                rows.append((*where, "compiles", *ways))
             continue
         for kind in ("vector_spills", "scalar_spills"):
             if result[kind] != other[kind]:
                 name = kind.replace("_", " ")
-                lines.append(f"{where}: {name} {result[kind]} and {other[kind]} with {versions}")
-    return lines
+                rows.append((*where, name, str(result[kind]), str(other[kind])))
+    return rows
