@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.ops.convolution.triton.step_table import step_table
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.signature import REFUSED, snapshot_facts, state_facts
 from headstart.runtime import launcher

@@ -262,7 +262,7 @@ def short_kernel(
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    HALVES: gl.constexpr, SEVERAL: gl.constexpr, STAGED: gl.constexpr,
+    HALVES: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
     """One program per (HALVES halves of V, value head, sequence).
 
@@ -314,11 +314,11 @@ def short_kernel(
     old = old_state, old_n, old_h, slot, there
     # States go through shared memory in pieces of 16 bytes, conflicts apart as they lie in rows.
     AHEAD: gl.constexpr = (
-        STAGED and HAS_STATE and (CACHED or not SEVERAL)
+        HAS_STATE and (CACHED or not SEVERAL)
         and old_state.dtype.element_ty == gl.float32 and (old_v == 1 or old_k == 1)
     )  # fmt: skip
     LINES_KEPT: gl.constexpr = (
-        STAGED and HAS_NEW and not HAS_STATE and not CACHED
+        HAS_NEW and not HAS_STATE and not CACHED
         and new_state.dtype.element_ty == gl.float32 and (new_v == 1 or new_k == 1)
     )  # fmt: skip
     staged = 0

@@ -19,9 +19,7 @@ from headstart.runtime.launcher import current, processors, start
 REGISTERS = 255
 """Of a thread: two programs on a multiprocessor. With fewer, what is spilt costs more than a third
 program gains."""
-STAGED = False
-"""Whether states pass through shared memory: asked for ahead, and written in whole lines."""
-CHUNKS = 1
+CHUNKS = 2
 """Of a sequence without a cache, where programs for halves of V leave processors idle."""
 TILE_ROWS = 16
 """Rows begin at, and step by, multiples of as many elements: they are copied 16 bytes at a time."""
@@ -59,7 +57,7 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
     given: dict[str, Any] = step_arguments(call, stores.o) | state_arguments(call, stores)
     given |= {
         "sequences": table.sequences, "items": table.items,
-        "SEVERAL": several, "HALVES": halves, "STAGED": STAGED,
+        "SEVERAL": several, "HALVES": halves,
     }  # fmt: skip
     with current(call.device):
         grid = (programs * (2 // halves),)

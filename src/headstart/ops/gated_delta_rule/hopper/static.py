@@ -15,7 +15,7 @@ from headstart.ops.gated_delta_rule.hopper.call import (
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.ops.gated_delta_rule.hopper.short import short_kernel
-from headstart.ops.gated_delta_rule.hopper.short_call import REGISTERS, STAGED
+from headstart.ops.gated_delta_rule.hopper.short_call import REGISTERS
 from headstart.runtime.static import StaticKernel, Target
 
 SCAN = {"q_chunks": 128, "k_chunks": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64,
@@ -70,7 +70,7 @@ def kernels(target: Target) -> list[StaticKernel]:
         }  # fmt: skip
         for several, halves in ((False, 2), (True, 2)) if cached else ((False, 2), (False, 1)):
             own = sizes | states | gates | {
-                "CACHED": cached, "SEVERAL": several, "HALVES": halves, "STAGED": STAGED,
+                "CACHED": cached, "SEVERAL": several, "HALVES": halves,
             }  # fmt: skip
             name = f"short_hopper-K128-V128-{'several-' if several else ''}{halves}-{suffix}"
             options = {"maxnreg": REGISTERS}

@@ -108,10 +108,11 @@ def _prepare(given: Given, items: int) -> None:
 def _join(given: Given, cut: Cut) -> None:
     """Where segments begin, from what their maps are."""
     if cut.segments > 2:
+        target = target_of(given["q"].device, INTERPRETED_AS)
         own = {
             "first": cut.under_way, "factors": cut.under_way + cut.segments - 1,
             "maps": cut.segments - 2,
-            **joining(given["K"], given["V"], target_of(given["q"].device).backend),
+            **joining(given["K"], given["V"], given["q"].dtype, target),
         }  # fmt: skip
         start(join_kernel, (-(-given["V"] // own["BV"]), given["HV"]), given | own, JOIN_WARPS)
 

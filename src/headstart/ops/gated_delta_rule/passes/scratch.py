@@ -11,9 +11,10 @@ import torch
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.chunk_table import ChunkTable, chunk_table
 from headstart.ops.gated_delta_rule.cutting import CARRY, CHUNK, Cut
-from headstart.ops.gated_delta_rule.passes.config import SCRATCH
+from headstart.ops.gated_delta_rule.passes.config import INTERPRETED_AS, SCRATCH
+from headstart.ops.gated_delta_rule.passes.join import joins
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
-from headstart.runtime.launcher import padded, processors
+from headstart.runtime.launcher import padded, processors, target_of
 
 FIXED = ("base", "carry")
 SEGMENTED, SEGMENT, LEAST = 64, 8, 4
@@ -150,6 +151,8 @@ def _segments(call: GatedDeltaCall, chunks: int, programs: int) -> int:
     _, _, K, V = call.sizes
     alone = call.schedule.N == 1 and call.schedule.capacity is None and chunks >= SEGMENTED
     if call.reproducible or not programs or not alone or K != V:
+        return 1
+    if not joins(K, target_of(call.device, INTERPRETED_AS)):
         return 1
     fitting = min(processors(call.device) // programs, chunks // SEGMENT)
     return fitting if fitting >= LEAST else 1

@@ -16,7 +16,7 @@ from headstart.ops.gated_delta_rule.passes.config import (
     prepare_configuration,
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
-from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining
+from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining, joins
 from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.recurrent import COLUMNS, WARPS, recurrent_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
@@ -132,10 +132,10 @@ def kernels(target: Target) -> list[StaticKernel]:
                 (recurrent_kernel, scan | gates | pool | {"BV": COLUMNS}, WARPS, 3),
                 (scan_kernel, scan, config.warps, 3),
                 (scan_kernel, scan | {"PER_CHANNEL": True, "TILES": True}, config.warps, 3),
-                *(() if cached else (
+                *((
                     (scan_kernel, scan | {"MAPS": True}, config.warps, 3),
-                    (join_kernel, joining(K, V, target.backend), JOIN_WARPS, 3),
-                )),
+                    (join_kernel, joining(K, V, dtype, target), JOIN_WARPS, 3),
+                ) if joins(K, target) and not cached else ()),
             ):  # fmt: skip
                 constexprs = {
                     name: value for name, value in {**sizes, **own}.items() if name in fn.arg_names
