@@ -19,6 +19,7 @@ RESULTS = "gated_delta_rule/hopper/results.py"
 SHORT = "gated_delta_rule/hopper/short.py"
 SHORT_TILES = "gated_delta_rule/hopper/short_tiles.py"
 CUTTING = "gated_delta_rule/cutting.py"
+JOIN = "gated_delta_rule/passes/join.py"
 
 MUTANTS = (
     _mutant(
@@ -177,6 +178,14 @@ MUTANTS = (
         old="            source = rows.pop(n, OPENS)\n",
         new="            source = min(rows.pop(n, OPENS), OPENS)\n",
         checks=("rule many spans of 128",),
+    ),
+    _mutant(
+        name="hopper-segment-map-dropped",
+        fault="A segment begins with what the one before adds alone, not with what it passes on.",
+        file=JOIN,
+        old="            after = tl.dot(L, before, after, input_precision=PRECISION)\n",
+        new="",
+        checks=("rule segments of 128",),
     ),
     _mutant(
         name="hopper-tail-row-missing",

@@ -18,6 +18,7 @@ CHANNEL = "gated_delta_rule/passes/channel.py"
 GATES = "gated_delta_rule/passes/gates.py"
 TABLE = "gated_delta_rule/chunk_table.py"
 CUTTING = "gated_delta_rule/cutting.py"
+JOIN = "gated_delta_rule/passes/join.py"
 
 MUTANTS = (
     _mutant(
@@ -51,6 +52,22 @@ MUTANTS = (
         old="    spans[:1] = [(spans[0] if spans else []) + empty]",
         new="    spans[:1] = [spans[0] if spans else []]",
         checks=("rule",),
+    ),
+    _mutant(
+        name="kernel-segment-map-dropped",
+        fault="A segment begins with what the one before adds alone, not with what it passes on.",
+        file=JOIN,
+        old="            after = tl.dot(L, before, after, input_precision=PRECISION)\n",
+        new="",
+        checks=("rule segments",),
+    ),
+    _mutant(
+        name="kernel-segment-addend-dropped",
+        fault="A segment begins with what the one before passes on alone, not with what it adds.",
+        file=JOIN,
+        old="        after = tl.load(own + square, mask=there, other=0.0)\n",
+        new="        after = tl.zeros(S.shape, tl.float32)\n",
+        checks=("rule segments",),
     ),
     _mutant(
         name="kernel-segment-begins-anew",
