@@ -17,6 +17,7 @@ from tests.runtime.traced_calls import (
     HV,
     H,
     K,
+    Seen,
     T,
     V,
     World,
@@ -77,6 +78,14 @@ def test_a_compiled_call_is_the_eager_one(name):
     call = torch.compile(FORMS[name](compiled), fullgraph=True, backend="aot_eager")
     want = outcome(eager, FORMS[name](eager)())
     assert same_bits(outcome(compiled, call()), want)
+
+
+@FORM
+def test_an_eager_call_never_meets_the_op(name):
+    world = World()
+    with Seen() as mode:
+        FORMS[name](world)()
+    assert mode.ops == []
 
 
 class Layer(torch.nn.Module):

@@ -234,7 +234,9 @@ def write_float8(world: World) -> Callable[[], Any]:
     return lambda: headstart.write_kv(k, v, cache, slots)
 
 
-class _Seen(TorchDispatchMode):
+class Seen(TorchDispatchMode):
+    """Keeps the registered ops that are called, and their arguments."""
+
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[tuple[Any, tuple]] = []
@@ -251,7 +253,7 @@ def ops_of(call: Callable[[], Any]) -> list[tuple[Any, tuple]]:
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with _Seen() as mode:
+            with Seen() as mode:
                 result = graph(*args)
             seen.extend(mode.ops)
             return result
