@@ -22,15 +22,16 @@ def take() -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    wanted = parts(os.environ.get(VARIABLE), on_cpu=current_platform.is_cpu())
+    given = os.environ.get(VARIABLE)
+    wanted = parts(given, on_cpu=current_platform.is_cpu())
     if not wanted:
-        log.warning(
-            "headstart serves nothing here (%s=%s, platform %s); %s=attention,delta asks for it",
-            VARIABLE,
-            os.environ.get(VARIABLE, ""),
-            current_platform.device_name,
-            VARIABLE,
-        )
+        if given is None:
+            log.warning(
+                "headstart has served no engine on %s yet and takes nothing there unasked; "
+                "%s=attention,delta asks for it",
+                current_platform.device_name,
+                VARIABLE,
+            )
         return
     expect_version(vllm.__version__)
     if "attention" in wanted:
@@ -82,6 +83,8 @@ def _take_attention(on_cpu: bool) -> None:
         )
     register_backend(member, place)
     member.get_class()  # a class that cannot be imported must be told here
+    if not on_cpu:
+        log.warning("headstart serves softmax layers only with --attention-backend CUSTOM")
 
 
 def _take_delta() -> None:

@@ -71,15 +71,19 @@ def test_only_what_is_named_is_taken(monkeypatch, given, softmax, linear):
 def test_elsewhere_nothing_is_taken_unasked(monkeypatch):
     from vllm.platforms import current_platform
 
+    said = []
+    monkeypatch.setattr(hooks.log, "warning", lambda words, *_: said.append(words))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     register()
     assert not op_registry_oot
     assert not AttentionBackendEnum.CUSTOM.is_overridden()
+    assert "takes nothing there unasked" in said.pop()
     monkeypatch.setenv("HEADSTART_VLLM", "attention,delta")
     register()
     assert AttentionBackendEnum.CUSTOM.get_class() is attention.HeadstartBackend
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
     assert op_registry_oot[LAYER] is delta.HeadstartGatedDeltaNet
+    assert "only with --attention-backend CUSTOM" in said.pop()
 
 
 def test_a_place_that_another_plugin_has_taken_is_refused():
