@@ -157,7 +157,7 @@ def test_a_steady_call_launches_what_the_long_way_launches(
         expected, wanted = the_long_way(monkeypatch, driver, again, implementation)
         assert not is_steady(driver)
         assert found == wanted
-        assert len(found) > 1
+        assert found
         alike(result, expected)
     T = call[1]["schedule"].T
     assert not result.o[T:].any()
