@@ -150,7 +150,7 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
         "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "keys", "clean", "from_start",
         "to_end", "whole_decay", "sums", "strengths", "log_decays", "base", "carry",
     )  # fmt: skip
-    # A call of one piece runs the programs of one of several: what it has none of is of a like type.
+    # A call of one piece runs the programs of one of several: what it lacks is of a like type.
     scratch.setdefault("carry", scratch["from_start"])
     return step_arguments(call, stores.o) | {
         "sequences": plan.table.sequences, "items": plan.table.items, "pieces": plan.table.pieces,
