@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 def _named(place: Any, early: str, late: str) -> Any:
-    # Early names may still be there later, to say that they are gone.
-    return getattr(place, early if hasattr(gl, "thread_barrier") else late)
+    # The late one first: early names may still be there later, to say that they are gone.
+    return getattr(place, late if hasattr(place, late) else early)
 
 
 thread_barrier = _named(gl, "thread_barrier", "barrier")
