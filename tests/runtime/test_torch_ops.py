@@ -257,6 +257,12 @@ def test_wrong_arguments_are_told():
     ):
         with pytest.raises(Exception, match=message):
             _compiled(lambda given=arguments: rule(q, k, v, g, beta, **given))()
+    conv = headstart.causal_conv1d
+    with pytest.raises(Exception, match=r"weight: expected .channels, width."):
+        _compiled(lambda: conv(v[:, 0], v[0, 0]))()
+    plan = ExtendPlan.from_lengths([T], device="cpu")
+    with pytest.raises(Exception, match="k, v: expected tensors, or a cache"):
+        _compiled(lambda: headstart.extend_attention(q, None, None, plan=plan))()
     with pytest.raises(Exception, match="Schedule: expected to be made before the compiled"):
         _compiled(lambda: rule(q, k, v, g, beta, schedule=Schedule([T], device="cpu")))()
     with pytest.raises(Exception, match="q: requires grad"), torch.enable_grad():

@@ -10,7 +10,7 @@ import torch
 from headstart.ops.convolution.spec import Convolution
 from headstart.ops.gated_delta_rule.flat import ARGUMENTS, CHANGED, flat, rebuilt
 from headstart.runtime import torch_ops
-from headstart.runtime.checks import expect_no_gradients, expect_tensor
+from headstart.runtime.checks import expect_no_gradients, expect_shape, expect_tensor
 
 NAMES = ("history", "history_first", "history_end")
 """The tensors of a cache that the convolution reads and writes."""
@@ -31,6 +31,7 @@ def traced_convolution(
 ) -> Convolution:  # fmt: skip
     """`causal_conv1d` of a call that is traced."""
     expect_tensor("x", x)
+    expect_shape("weight", weight, "[channels, width]", (None, None))
     expect_no_gradients("causal_conv1d", x=x, weight=weight, bias=bias)
     y, new_state, new_snapshots = torch.ops.headstart.causal_conv1d(
         x, weight, bias, **flat(x.shape[:-1], schedule, state, snapshots, return_state, NAMES),

@@ -44,6 +44,8 @@ def traced_extend(
     expect_no_gradients("extend_attention", q=q, k=k, v=v, sinks=passed["sinks"])
     if not isinstance(plan, ExtendPlan):
         raise ValueError(f"plan: expected an ExtendPlan, got {type(plan).__name__}")
+    if v is None and cache is None:
+        raise ValueError("k, v: expected tensors, or a cache that holds the keys, got None")
     o, lse = out if isinstance(out, (tuple, list)) else (out, None)
     made, made_lse = torch.ops.headstart.extend_attention(
         q, k, v, plan=handle_of(plan), **_flat_cache(cache), return_lse=return_lse, part=part,
