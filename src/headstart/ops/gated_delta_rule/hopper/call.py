@@ -48,10 +48,11 @@ SHORT = 4
 """Chunks of a sequence, on average, up to which nothing is worth copying ahead."""
 PREPARE_REGISTERS = 168
 """Three programs of the pass before on a multiprocessor."""
-STEP, WIDE_STEP, WAITING_STEP, TILE, START = 1.16, 1.78, 1.35, 2.4, 20.0
+STEP, WIDE_STEP, WAITING_STEP, TILE, GATHERED_TILE, START = 1.16, 1.78, 1.35, 2.4, 6.0, 20.0
 """Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; in its
 wide form, of two blocks; where it waits for tiles made meanwhile; preparing a tile, of one
-processor; until the first tile is there and the last chunk through.
+processor; the same where rows are normalised or a tail's, so that threads load them (from the time
+of a layer of 8,192 tokens); until the first tile is there and the last chunk through.
 """
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -121,8 +122,9 @@ def _preparers(given: Given) -> int:
     # Chunks are prepared sequence after sequence: more than one would wait for each other.
     if given["N"] > 1 or given["SEGMENTS"] > 1 or left <= 0:
         return 0
-    meanwhile = START + chunks * max(WAITING_STEP, TILE * HV / left)
-    return left if meanwhile < chunks * (STEP + TILE * HV / there) else 0
+    tile = GATHERED_TILE if given["TILES"] else TILE
+    meanwhile = START + chunks * max(WAITING_STEP, tile * HV / left)
+    return left if meanwhile < chunks * (STEP + tile * HV / there) else 0
 
 
 def _rows(given: Given) -> Given:
