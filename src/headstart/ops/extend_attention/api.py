@@ -198,7 +198,8 @@ def write_kv(
     [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     """
     if traced(k):
-        return traced_write(k, v, cache, slots, implementation)
+        traced_write(k, v, cache, slots, implementation)
+        return
     seen = write_signature(k, v, cache, slots)
     if seen is None or dispatch.again(WRITE_KV, seen, implementation) is dispatch.MISSED:
         dispatch.anew(WRITE_KV, seen, write_spec.bind(k, v, cache, slots), implementation)
