@@ -5,15 +5,18 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
+from headstart import Gate
 from headstart.cli.commands import headstart as command
 from headstart.cli.verify_mutants import _failures
 from headstart.evidence import runs
 from headstart.evidence.mutants import Mutant, chosen, drawn, named, run_mutants, runner
+from headstart.evidence.mutants.cases import OF_128
 from headstart.evidence.mutants.checks import CHECKS, GENERAL
 from headstart.evidence.mutants.edits import edits
 from headstart.evidence.mutants.equivalent import EQUIVALENTS, Equivalent, expect_current
 from headstart.evidence.mutants.generated import OPS, SOURCES, generated
 from headstart.evidence.mutants.record import Found
+from headstart.ops.gated_delta_rule import spec
 
 CONVOLVE = "convolution/decomposed.py"
 
@@ -57,6 +60,30 @@ def test_names_are_distinct():
 def test_an_edit_that_does_not_apply_is_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         runner.expect_applies(mutant(**changes))
+
+
+SHORT = [name for name in OF_128 if name.startswith("rule short")]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_cases_of_short_sequences_are_taken_by_their_kernel(name):
+    short_call = pytest.importorskip("headstart.ops.gated_delta_rule.hopper.short_call")
+    given = dict.fromkeys(("snapshots", "state", "scale", "reproducible", "workspace", "out"))
+    given |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
+    assert short_call.takes(spec.bind(**given | OF_128[name].steps()[-1]))
+
+
+def test_a_check_of_short_sequences_is_an_error_where_their_kernel_does_not_run():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="kernel of short sequences did not run"):
+        CHECKS["rule short of 128"].run("torch", "cpu")
+
+
+def test_what_the_compiler_may_contract_is_told_by_the_launches():
+    pytest.importorskip("triton")
+    (found,) = run_mutants(chosen(names=("kernel-fused-arithmetic",)))
+    assert found.killed_by == "rule contraction"
+    assert "launches may be contracted" in found.failure
 
 
 def test_an_unknown_name_is_refused():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.extend_attention import AttentionCase
@@ -52,6 +53,15 @@ RULES = {
 }
 """Name of a check -> its case of the gated delta rule."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class NoDrafts(DeltaCase):
+    """A case whose cache takes no drafts: its tail holds one chunk."""
+
+    def _cache_sizes(self) -> dict[str, Any]:
+        return super()._cache_sizes() | {"draft_tokens": 0}
+
+
 _OF_128 = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": "bfloat16"}
 OF_128 = {
     **{
@@ -62,10 +72,19 @@ OF_128 = {
     },
     # Sequences of one chunk each, and steps that end with their chunk.
     "rule short of 128": _rule("rule-short-128", lengths=(1, 40, 0, 64, 13), **_OF_128),
-    "rule short cache of 128": _rule(
-        "rule-short-cache-128",
+    "rule short cache of 128": NoDrafts(
+        id="mutant-rule-short-cache-128",
+        why=WHY,
         lengths=(44, 1, 40, 3),
         starts=(84, 70, 130, 0),
+        state="cache",
+        **_OF_128,  # type: ignore[arg-type]
+    ),
+    # Steps that a cache with drafts takes, one beyond its chunk; tails are filled by longer ones.
+    "rule short drafts of 128": _rule(
+        "rule-short-drafts-128",
+        lengths=(16, 1, 14, 3),
+        starts=(112, 70, 122, 0),
         state="cache",
         **_OF_128,
     ),

@@ -227,7 +227,7 @@ MUTANTS = (
         file=SHORT,
         old="        there = held & (stands > 0)\n",
         new="        there = stands >= 0\n",
-        checks=("rule short cache of 128",),
+        checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
         name="hopper-short-fold-missed",
@@ -235,7 +235,7 @@ MUTANTS = (
         file=SHORT,
         old="            if (low + 64 == fold) & (write >= 0):",
         new="            if (low + 64 < fold) & (write >= 0):",
-        checks=("rule short cache of 128",),
+        checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
         name="hopper-short-own-row-unseen",
@@ -260,7 +260,7 @@ MUTANTS = (
         file=SHORT_TILES,
         old="        old = held & (at >= stands) & (at < start)\n        kept = tail + slot",
         new="        old = held & (at > stands) & (at < start)\n        kept = tail + slot",
-        checks=("rule short cache of 128",),
+        checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
         name="hopper-short-rows-not-kept",

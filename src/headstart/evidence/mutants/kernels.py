@@ -127,7 +127,7 @@ MUTANTS = (
         file=PREPARE,
         old="    new = (at >= start) & (at < end)\n",
         new="    new = at >= start\n",
-        checks=("rule", "rule cache"),
+        checks=("rule spoiled neighbours",),
     ),
     _mutant(
         name="kernel-foreign-keys-kept",
@@ -283,9 +283,8 @@ MUTANTS = (
         file="gated_delta_rule/passes/launch.py",
         old="enable_fp_fusion=False",
         new="enable_fp_fusion=True",
-        checks=("bits of splits", "bits of drafts", "bits of splits normalised",
-                "bits of drafts normalised"),
-        device_only="the interpreter fuses no product with a sum",
+        # On an H200 all paths contract alike, so no bit says whether the compiler may.
+        checks=("rule contraction", "rule cache contraction"),
     ),
     _mutant(
         name="kernel-keys-not-rounded",

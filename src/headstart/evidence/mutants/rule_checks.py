@@ -26,7 +26,7 @@ from headstart.evidence.poison import poison, poisoned_memory
 from headstart.evidence.verify.computing import compute
 from headstart.evidence.verify.tolerances import tolerance
 from headstart.evidence.verify.transcript import verify_transcript
-from headstart.runtime import dispatch
+from headstart.runtime import dispatch, launcher
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,64 @@ class Segments:
             mock.patch.dict(prepared, clear=True),
         ):
             return Values(self.case).run(implementation, device)
+
+
+@dataclass(frozen=True)
+class Short:
+    """Another check, in which Hopper's kernel of short sequences must have run.
+
+    Else it would be silent about that kernel's faults: calls go there by host facts.
+    """
+
+    check: Check
+
+    def run(self, implementation: str, device: str) -> Verdict:
+        """Run the check; an error where nothing went to the kernel."""
+        # Imported here, for it takes Triton.
+        from headstart.ops.gated_delta_rule.hopper import short_call
+
+        prepared = dispatch.operations()["gated_delta_rule"].prepared
+        with (
+            mock.patch.object(short_call, "launch", wraps=short_call.launch) as launch,
+            mock.patch.dict(prepared, clear=True),
+        ):
+            verdict = self.check.run(implementation, device)
+        if not launch.called:
+            raise ValueError("the kernel of short sequences did not run")
+        return verdict
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """Whether a case launches anything whose products and sums the compiler may contract.
+
+    What is asked of the compiler, as bits do not show it where every path contracts alike.
+    """
+
+    case: DeltaCase
+
+    def run(self, implementation: str, device: str) -> Verdict:
+        """Look at what every launch asks for."""
+        prepared = dispatch.operations()["gated_delta_rule"].prepared
+        with (
+            mock.patch.object(launcher, "start", wraps=launcher.start) as start,
+            mock.patch.dict(prepared, clear=True),
+            poisoned_memory(),
+            torch.inference_mode(),
+        ):
+            for step in self.case.steps(0, device):
+                headstart.gated_delta_rule(**step, implementation=implementation)
+        if not start.called:
+            raise ValueError("no kernel was launched")
+        free = [
+            call.args[0].__name__
+            for call in start.call_args_list
+            if call.kwargs.get("enable_fp_fusion", True)
+        ]
+        if not free:
+            return Verdict(check="")
+        words = f"{len(free)} launches may be contracted, the first of {free[0]}"
+        return Verdict(check="", failure=words, excess=math.inf)
 
 
 @dataclass(frozen=True)
@@ -484,16 +542,23 @@ TOKEN_CHECKS: dict[str, Check] = {
 KERNEL_CHECKS: dict[str, Check] = {
     "rule many spans": ManySpans(RULES["rule"]),
     "rule segments": Segments(SEGMENTED),
+    "rule contraction": Contraction(RULES["rule"]),
+    "rule cache contraction": Contraction(RULES["rule cache"]),
 }
 """The same for what only kernels have."""
 DEVICE_CHECKS: dict[str, Check] = {
     "rule far slot": FarSlot(),
-    **{name: Values(case) for name, case in OF_128.items()},
+    **{
+        name: Short(Values(case)) if name.startswith("rule short") else Values(case)
+        for name, case in OF_128.items()
+    },
     "rule many spans of 128": ManySpans(OF_128["rule of 128"]),
     "rule segments of 128": Segments(SEGMENTED_128),
     "rule spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule of 128"], (1, 4)),
     "rule cache spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule cache of 128"], (1, 2)),
-    "rule short spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule short of 128"], (1, 4)),
+    "rule short spoiled neighbours of 128": Short(
+        SpoiledNeighbours(OF_128["rule short of 128"], (1, 4))
+    ),
 }
 """The same for what takes a device: its memory, or kernels that run nowhere else."""
 NEIGHBOUR_CHECKS: dict[str, Check] = {
