@@ -20,6 +20,7 @@ from headstart.evidence.arms.copies import loaded_copy, renamed
 from headstart.evidence.arms.sources import NOISE, SOURCE, Sources
 from headstart.evidence.bench_jobs import Job, Lost, run_jobs
 from headstart.evidence.benching import CaseResult, Prepared, bench_case
+from headstart.evidence.checking import check, load_truths
 from headstart.evidence.runs import load
 from headstart.evidence.stages import StagesResult, stages_of_case, variants
 from headstart.evidence.timing import Ceilings, measure_ceilings
@@ -99,15 +100,55 @@ def test_arms_are_checked_timed_and_compared():
 def test_a_wrong_arm_is_reported_and_not_timed(peer):
     def wrong(*args, **options):
         o, state = recurrence(*args, **options)
-        return 0.99 * o, state
+        return 0.9 * o, state
 
     peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=wrong)
     found = by_arm(bench("gdn-1x128-small", "torch", "fla"))
     assert found["fla"].status == "wrong"
-    assert "o: relative 0.01" in found["fla"].sentence
+    assert "o: relative 0.1" in found["fla"].sentence
     assert found["fla"].device_ms == ()
     assert found["fla"].ratio is None
     assert found["torch"].status == "timed"
+
+
+def test_a_peer_may_round_more_than_headstart_and_is_told(peer):
+    def rounded(*args, **options):
+        o, state = recurrence(*args, **options)
+        return 0.985 * o, state
+
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=rounded)
+    found = by_arm(bench("gdn-1x128-small", "torch", "fla"))["fla"]
+    assert found.status == "timed", found.sentence
+    o, state = found.accuracy
+    assert (o.failures, state.beyond_ours) == ((), ())
+    assert any(words.startswith("o: relative 0.015 > 0.00859") for words in o.beyond_ours)
+    assert "o: relative 0.015 > 0.00859" in found.note
+
+
+def test_no_tolerance_excuses_a_nan_of_a_peer(peer):
+    def spoiled(*args, **options):
+        o, state = recurrence(*args, **options)
+        o[0, 3, 0, 0] = torch.nan
+        return o, state
+
+    peer("fla.ops.gated_delta_rule", chunk_gated_delta_rule=spoiled)
+    found = by_arm(bench("gdn-1x128-small", "torch", "fla"))["fla"]
+    assert found.status == "wrong"
+    assert "o: NaN 1" in found.sentence
+
+
+def test_what_headstart_serves_is_allowed_no_more_than_is_asked_of_it():
+    case = cases.get("gdn-1x128-small")
+    truths = load_truths(case, 0, torch.device("cpu"), None)
+
+    def judged(served):
+        arm = arms.build("reference", case, "cpu")
+        outputs = {name: 0.985 * x for name, x in arm.outputs(arm.call()).items()}
+        arm.served = served
+        return [bool(one.failures) for one in check(arm, case, outputs, truths)]
+
+    assert judged("triton") == [True, True]
+    assert judged("") == [False, False]
 
 
 def test_a_right_peer_is_timed_on_its_own_layout(peer):

@@ -232,6 +232,8 @@ class Prepared:
         if failures := [failure for one in entry.accuracy for failure in one.failures]:
             entry.fail("wrong", "; ".join(failures))
         elif entry.arm is not None:
+            beyond = [words for one in entry.accuracy for words in one.beyond_ours]
+            arm.note = "; ".join(filter(None, (arm.note, *beyond)))
             self._doing = "warming up"
             entry.attempt("warming up", self.device, partial(_settle, arm, self.device))
 
