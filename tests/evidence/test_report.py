@@ -346,6 +346,21 @@ def test_a_first_arm_that_fails_loses(tmp_path):
     assert '<li class="bad">' in report.page(files)
 
 
+def test_of_a_failure_the_first_sentence_is_shown(tmp_path):
+    def said(sentence):
+        broken = made.arm("flex", None, status="failed", sentence=sentence)
+        result = made.timed("gdn-next-8k", made.arm("headstart", 1.0), broken)
+        files = report.read_runs([made.write(tmp_path, "a", "bench", [result])])
+        (line,) = (x for x in report.markdown(files).splitlines() if x.startswith("- flex: "))
+        return line.removeprefix("- flex: ")
+
+    assert said("InductorError: No configs. Set THIS=1 for more.") == "InductorError: No configs."
+    assert said("OSError: lib.so.1 is gone") == "OSError: lib.so.1 is gone"
+    long = said("RuntimeError: " + "on and " * 40)
+    assert len(long) <= 120
+    assert long.endswith(" and on ...")
+
+
 def test_block_of_a_document():
     text = f"a\n{'<!-- results: begin -->'}\nold\n<!-- results: end -->\nb\n"
     filled = report.fill_block(text, r"new \1 $&")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from headstart.evidence import cases
@@ -15,6 +16,8 @@ BEGIN = "<!-- results: begin -->"
 END = "<!-- results: end -->"
 NOTHING = "No run is kept yet."
 DECLINED = "declined"
+MOST_WORDS = 120
+"""Characters of an error."""
 
 
 def markdown(files: Sequence[RunFile]) -> str:
@@ -152,7 +155,7 @@ def _notes(group: Sequence[Benched]) -> str:
     told: dict[tuple[str, str], list[str]] = {}
     for one in group:
         for arm in one.result.arms:
-            words = arm.note if arm.status == "timed" else arm.sentence
+            words = arm.note if arm.status == "timed" else _short(arm)
             if arm.status == DECLINED or arm.arm == NOISE or ELSEWHERE in arm.arm:
                 continue
             if words:
@@ -161,6 +164,14 @@ def _notes(group: Sequence[Benched]) -> str:
         f"- {arm}: {words}" + (f" ({', '.join(ids)})" if len(ids) < len(group) else "")
         for (arm, words), ids in sorted(told.items())
     )
+
+
+def _short(arm: ArmResult) -> str:
+    """Why an arm was not timed; of an error its first sentence, for compilers tell long stories."""
+    if arm.status != "failed":
+        return arm.sentence
+    first, stop, _ = arm.sentence.partition(". ")
+    return textwrap.shorten(first + stop, MOST_WORDS, placeholder=" ...")
 
 
 def _checks(files: Iterable[RunFile]) -> str:
