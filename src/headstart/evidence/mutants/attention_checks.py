@@ -20,9 +20,9 @@ from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.tolerances import tolerance
 from headstart.ops.extend_attention.locate import Listed, Paged
 
-ROOM = {True: 200, False: 1_000_000}
-"""Tokens of a capacity, on a CPU and on a device: there tiles are computed at once, and what one of
-the first wave gives is written again by those that a capacity leaves empty if others follow."""
+ROOM, ROOM_ON_DEVICE = 200, 1_000_000
+"""Tokens of a capacity: on a device tiles of the first wave run at once, and only what later ones
+write stays over a row's own result."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class AttentionOptions:
 
     def _updated(self, plan: headstart.ExtendPlan, device: str) -> headstart.ExtendPlan:
         size, slots, inside = self.case.page_size, plan.slots, self.case.new_in_cache
-        room: dict[str, Any] = {"capacity": (4, ROOM[device == "cpu"], 400), "device": device}
+        tokens = ROOM if device == "cpu" else ROOM_ON_DEVICE
+        room: dict[str, Any] = {"capacity": (4, tokens, 400), "device": device}
         if self.case.layout == "pages":
             before = headstart.ExtendPlan.from_pages(
                 [1], [2], [[0]], size, new_in_cache=inside, **room
