@@ -7,6 +7,8 @@ import io
 import os
 import random
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -209,6 +211,25 @@ def test_a_small_module_is_exported_for_any_length(strict):
     for length in (2, 131):
         x = _inputs(length, source)
         assert torch.equal(loaded(*x), layer(*x))
+
+
+LOADING = """
+import sys, torch
+from headstart import Schedule
+program = torch.export.load(sys.argv[1]).module()
+with torch.no_grad():
+    torch.save(program(*torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+def test_an_exported_program_runs_in_another_process(tmp_path):
+    layer, source = Layer(), torch.Generator().manual_seed(2)
+    files = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "result.pt")]
+    x = _inputs(70, source)
+    torch.export.save(torch.export.export(layer, x, strict=False), files[0])
+    torch.save(x, files[1])
+    subprocess.run([sys.executable, "-c", LOADING, *files], check=True, timeout=300)
+    assert torch.equal(torch.load(files[2]), layer(*x))
 
 
 def test_what_lives_in_a_process_is_not_exported():

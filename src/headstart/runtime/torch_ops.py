@@ -8,13 +8,15 @@ and eager calls are the same calls. Those that are not traced never meet PyTorch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.runtime import dispatch
+
+LIBRARY = torch.library.Library("headstart", "FRAGMENT")
 
 
 def traced(tensor: Any) -> bool:
@@ -29,13 +31,11 @@ def traced(tensor: Any) -> bool:
 def define(
     name: str,
     schema: str,
-    changed: Iterable[str],
     run: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
     """Register `torch.ops.headstart.<name>` for the operation of this name.
 
-    changed: names of the arguments that it changes, marked so in its schema.
     run: takes the public function, and the op's arguments by name. fake: takes these alone, and
     makes results of the same shapes, strides and dtypes.
     """
@@ -46,11 +46,13 @@ def define(
     def imagine(*arguments: Any) -> Any:
         return fake(**by_name(arguments))
 
-    op = torch.library.custom_op(f"headstart::{name}", compute, mutates_args=changed, schema=schema)
-    op.register_fake(imagine)
-    names = [
-        argument.name for argument in getattr(torch.ops.headstart, name).default._schema.arguments
-    ]
+    # `torch.library.custom_op` would count versions of changed arguments in Python at every call,
+    # which gradients alone need.
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headstart::{name}", imagine, lib=LIBRARY)
+    op = getattr(torch.ops.headstart, name).default
+    names = [argument.name for argument in op._schema.arguments]
 
     def by_name(arguments: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(names, arguments, strict=True))

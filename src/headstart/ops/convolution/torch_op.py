@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headstart.ops.convolution.spec import Convolution
-from headstart.ops.gated_delta_rule.flat import ARGUMENTS, CHANGED, flat, rebuilt
+from headstart.ops.gated_delta_rule.flat import ARGUMENTS, flat, rebuilt
 from headstart.runtime import torch_ops
 from headstart.runtime.checks import expect_no_gradients, expect_shape, expect_tensor
 
@@ -86,7 +86,5 @@ def _fake_norm(x: torch.Tensor, **given: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-torch_ops.define(
-    "causal_conv1d", _CONVOLUTION, (*CHANGED, "out"), _run_convolution, _fake_convolution
-)
-torch_ops.define("rms_norm_gated", _NORM, (), _run_norm, _fake_norm)
+torch_ops.define("causal_conv1d", _CONVOLUTION, _run_convolution, _fake_convolution)
+torch_ops.define("rms_norm_gated", _NORM, _run_norm, _fake_norm)

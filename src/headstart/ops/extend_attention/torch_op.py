@@ -175,6 +175,6 @@ def _cache(given: dict[str, Any]) -> KVCache | None:
     return KVCache(given["cache_k"], given["cache_v"], *scales)
 
 
-torch_ops.define("extend_attention", _EXTEND, ("out", "out_lse"), _run_extend, _fake_extend)
-torch_ops.define("merge_attention", _MERGE, ("out", "out_lse"), _run_merge, _fake_merge)
-torch_ops.define("write_kv", _WRITE, ("cache_k", "cache_v"), _run_write, _fake_write)
+torch_ops.define("extend_attention", _EXTEND, _run_extend, _fake_extend)
+torch_ops.define("merge_attention", _MERGE, _run_merge, _fake_merge)
+torch_ops.define("write_kv", _WRITE, _run_write, _fake_write)

@@ -31,7 +31,6 @@ ARGUMENTS = (
     "SymInt[] kept_sizes, Tensor? kept, SymInt[]? host_kept, bool beside, bool return_state"
 )
 """Arguments of an op on sequences, beside its own."""
-CHANGED = ("pool", "cache", "kept_pool", "kept_cache")
 
 Flat = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headstart.ops.gated_delta_rule.flat import ARGUMENTS, CHANGED, Flat, flat, rebuilt
+from headstart.ops.gated_delta_rule.flat import ARGUMENTS, Flat, flat, rebuilt
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.spec import GatedDelta
 from headstart.runtime import torch_ops
@@ -89,4 +89,4 @@ def _fake(
 
 
 for _name in ("gated_delta_rule", "recurrent_gated_delta_rule"):
-    torch_ops.define(_name, _SCHEMA, (*CHANGED, "out"), _run, _fake)
+    torch_ops.define(_name, _SCHEMA, _run, _fake)
