@@ -263,7 +263,12 @@ CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "options"), CALLS, ids=str)
+def _name(value: object) -> str:
+    """Of a parameter, without an address: workers must agree about a test's name."""
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("call", "options"), CALLS, ids=_name)
 def test_a_row_is_what_is_launched(call, options):
     by_rule, before = asked(call, **options)
     assert by_rule
@@ -296,7 +301,7 @@ def test_every_kernel_of_the_list_is_asked_for():
     assert found == set(KERNELS)
 
 
-@pytest.mark.parametrize(("call", "options"), CALLS, ids=str)
+@pytest.mark.parametrize(("call", "options"), CALLS, ids=_name)
 def test_no_length_is_in_a_key(call, options):
     name = call.__code__.co_varnames[0]
     keys = {frozenset(asked(call, **options | {name: n})[0]) for n in (1, 63, 64, 1000, 20_000)}
