@@ -106,7 +106,7 @@ $(VLLM_READY): requirements-vllm.txt pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm.txt --editable .
 	@touch $(VLLM_READY)
 
-vllm-test: $(VLLM_READY)  ## real vLLM engines on the CPU, with the plugin and without (about 10 minutes)
+vllm-test: $(VLLM_READY)  ## real vLLM engines on the CPU, with the plugin and without (about 6 minutes)
 	$(TEST_ENVIRONMENT) $(VLLM)/bin/python -m pytest tests/integrations/vllm
 
 clean:  ## remove build and test leftovers; .venv stays

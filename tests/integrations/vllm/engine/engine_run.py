@@ -32,10 +32,8 @@ class Engine:
     def __init__(self, model, dtype, options):
         from vllm import LLM
 
-        small = {"max_num_seqs": 16, "max_num_batched_tokens": CHUNK}
-        self.llm = LLM(
-            model, dtype=dtype, enforce_eager=True, max_model_len=4096, **small | options
-        )
+        small = {"max_num_seqs": 16, "max_num_batched_tokens": CHUNK, "enforce_eager": True}
+        self.llm = LLM(model, dtype=dtype, max_model_len=4096, **small | options)
         self.forwards = 0
         statistics().reset()
         self.llm.apply_model(self._count_forwards)

@@ -140,3 +140,12 @@ def test_drafts_change_no_token(engine):
         compare(one, other, "float32")
     turns = {name: count for _, name, _, count in drafted["calls"]}["recurrent_gated_delta_rule"]
     assert turns > 2 * 6 * drafted["forwards"]  # up to four turns a layer where there are drafts
+
+
+def test_compiled_models_are_served(engine):
+    compiled = engine(HYBRID, "float32", plugin=True, jobs=("few",), enforce_eager=False)
+    plain = engine(HYBRID, "float32", plugin=True)
+    for one, other in zip(compiled["few"], plain["prompts"][:16], strict=True):
+        compare(one, other, "float32")
+    served = compiled["served"]
+    assert served["linear_attention"] == 3 * served["full_attention"] > 0
