@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.runtime import dispatch
 
-LIBRARY = torch.library.Library("headstart", "FRAGMENT")
+LIBRARY = torch.library.Library(__name__.split(".")[0], "FRAGMENT")
+"""A copy of the package under another name has ops of its own."""
 
 
 def traced(tensor: Any) -> bool:
