@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from headstart.evidence.timing import Ceilings
 
 
-ELSEWHERE = {"serve": "headstart.cli.bench_serve", "trace": "headstart.cli.bench_trace"}
+ELSEWHERE = {
+    "model": "headstart.cli.bench_model",
+    "serve": "headstart.cli.bench_serve",
+    "trace": "headstart.cli.bench_trace",
+}
 """Subcommand -> the module that has it, as an attribute of the same name."""
 
 
@@ -137,8 +141,8 @@ def run(
         raise ValueError(f"check: expected a positive number or all, got {check!r}")
     if json_file is not None:
         runs.expect_writable(json_file)
-    chosen = [(_case(id), _arms(own or arms)) for id, _, own in map(_parts, case_ids)]
-    place = _device(device)
+    chosen = [(_case(id), names_of(own or arms)) for id, _, own in map(_parts, case_ids)]
+    place = device_of(device)
     if clock == "graph" and place.type != "cuda":
         raise ValueError(f"clock: graph needs a GPU, not {place}")
     wanted = [
@@ -244,7 +248,7 @@ def stages(
     for name in names:
         if name not in ARMS:
             raise ValueError(f"arm: expected one of {list(ARMS)}, got {name!r}")
-    place = _device(device)
+    place = device_of(device)
     results: list[StagesResult] = []
     for case in [_case(id) for id in case_ids]:
         found = stages_of_case(
@@ -429,7 +433,8 @@ def _parts(case: str) -> tuple[str, str, str]:
     return case.partition("=")
 
 
-def _arms(names: str) -> tuple[str, ...]:
+def names_of(names: str) -> tuple[str, ...]:
+    """Names of arms, taken apart at commas; ValueError unless there is one, each once."""
     found = tuple(name.strip() for name in names.split(",") if name.strip())
     if len(set(found)) != len(found) or not found:
         raise ValueError(f"arms: expected one or more, each once, got {names!r}")
@@ -445,7 +450,8 @@ def _case(id: str) -> Case:
     return case
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """The device called so, by default a GPU if there is one; ValueError where there is none."""
     import torch
 
     if name is None:

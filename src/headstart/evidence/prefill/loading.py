@@ -78,6 +78,14 @@ def load(
             f"model: expected {', '.join(checkpoints.names())} or a folder with a config.json, "
             f"got {name!r}"
         )
+    supported_configuration(file)
+    model = _weights(folder, dtype).to(device).eval()
+    encode, decode = _tokenizer(folder)
+    return Loaded(name, model, encode, decode)
+
+
+def supported_configuration(file: Path) -> dict[str, Any]:
+    """The fields of a config.json of a supported family, looked over; else a ValueError."""
     configuration = read_configuration(file)
     if "model_type" not in configuration:
         raise ValueError(f"model: {file} has no field 'model_type'")
@@ -89,9 +97,7 @@ def load(
             "it has no layer that headstart supports"
         )
     expect_sound(file, configuration)
-    model = _weights(folder, dtype).to(device).eval()
-    encode, decode = _tokenizer(folder)
-    return Loaded(name, model, encode, decode)
+    return configuration
 
 
 def tokens(loaded: Loaded, prompt: bytes) -> list[int]:

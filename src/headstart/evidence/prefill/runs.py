@@ -81,7 +81,7 @@ def prefill(
     last = head(loaded, hidden[-1][-1:], end - 1, fixed_tiles)
     token = int(last.argmax())
     seconds = times.now() - began
-    return Run(loaded, start, torch.cat(hidden), seconds, token, dict(times.seconds), fixed_tiles)
+    return Run(loaded, start, torch.cat(hidden), seconds, token, times.seconds, fixed_tiles)
 
 
 @torch.inference_mode()

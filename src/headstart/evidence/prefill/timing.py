@@ -19,12 +19,24 @@ PARTS = {"linear_attn": None, "self_attn": None, "mlp": "mlp"}
 class LayerTimes:
     """Seconds by layer kind: "linear_attention", "full_attention", "sliding_attention", "mlp".
 
+    On a GPU of events around each module, so that a layer does not wait for the one before it.
     What is outside of these (norms, embedding, residuals) is nobody's.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
         self._device = device
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by kind so far; waits for a GPU."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+        found: dict[str, float] = defaultdict(float)
+        for kind, began, ended in self._spans:
+            found[kind] += began.elapsed_time(ended) / 1000 if on_gpu else ended - began
+        return dict(found)
 
     def now(self) -> float:
         """Seconds on a clock that waits for the device."""
@@ -52,16 +64,24 @@ class LayerTimes:
                 handle.remove()
 
     def _watch(self, module: Any, kind: str) -> list[Any]:
-        began = 0.0
+        began: Any = None
 
         def before(*_: Any) -> None:
             nonlocal began
-            began = self.now()
+            began = self._mark()
 
         def after(*_: Any) -> None:
-            self.seconds[kind] += self.now() - began
+            self._spans.append((kind, began, self._mark()))
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _mark(self) -> Any:
+        """This moment: of the device, which is not waited for, or seconds of the host."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record(torch.cuda.current_stream(self._device))
+        return moment
 
 
 def peak_memory(device: torch.device) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
-from headstart.evidence.report import figures, tables, traffic
+from headstart.evidence.report import figures, models, tables, traffic
 from headstart.evidence.report.reading import KINDS, Compiled, RunFile, benched, results
 from headstart.evidence.report.summary import verdict
 from headstart.evidence.report.tables import Table
@@ -260,6 +261,21 @@ def _traffic(files: Sequence[RunFile]) -> list[Section]:
     return [section]
 
 
+def _models(files: Sequence[RunFile]) -> list[Section]:
+    found = [one for _, one in results(files, ModelResult)]
+    if not found:
+        return []
+    section = Section(
+        "models",
+        "Models",
+        "Prefill and first token of whole models, arms in turn, each compared with the first arm "
+        "before it was timed. The bound is how many times faster an arm could be if its attention "
+        "layers took no time.",
+    )
+    section.tables += [models.times(found), models.split(found)]
+    return [section]
+
+
 def _environment(files: Sequence[RunFile]) -> list[Section]:
     section = Section("environment", "Environment", "Where, when and how each run was made.")
     section.tables.append(tables.environments(files))
@@ -276,5 +292,6 @@ SECTIONS = (
     _static,
     _statistics,
     _traffic,
+    _models,
     _environment,
 )

@@ -14,6 +14,7 @@ from headstart.evidence.arms import OURS, PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult, CaseResult
 from headstart.evidence.cases import OPERATIONS
+from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
 from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
@@ -55,6 +56,7 @@ KINDS: dict[str, Any] = {
     "static": Compiled,
     "simulate": Promise,
     "trace": HitShare | Replayed | Workload,
+    "model": ModelResult,
 }
 """Kind of a run -> what one of its results is, in the order in which a report tells them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headstart.evidence.arms import PEERS
+from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
 from headstart.evidence.traffic.records import HitShare, Replayed, Workload
@@ -130,6 +131,20 @@ def _trace(found: list[Any]) -> tuple[str, bool]:
     return "; ".join(told), any(one.differing for one in replays)
 
 
+def _model(found: list[Any]) -> tuple[str, bool]:
+    told, failed = [], False
+    for one in found:
+        failed |= any(arm.status in ("wrong", "failed") for arm in one.arms)
+        for arm in one.arms:
+            if arm.ratio is not None and arm.arm != NOISE:
+                ratio = arm.ratio
+                told.append(
+                    f"{one.model} at {one.prompt_tokens:,} tokens: {arm.arm} takes "
+                    f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of {one.arms[0].arm}"
+                )
+    return "; ".join(told) or "no two arms timed", failed
+
+
 def _count(found: list[Any], name: str) -> str:
     """How many different values a field has: "1 case", "3 targets"."""
     count = len({getattr(one, name) for one in found})
@@ -147,5 +162,6 @@ TOLD = {
     "simulate": ("statistics", _simulate),
     "static": ("kernels", _static),
     "trace": ("traffic", _trace),
+    "model": ("models", _model),
 }
 """Kind of a run -> what it is about, and what tells how it came out."""

@@ -1,0 +1,4 @@
+"""Whole models prefilled under several arms (`headstart bench model`).
+
+It needs the extra `models`.
+"""
