@@ -349,6 +349,14 @@ def test_a_copy_shares_nothing_with_the_original():
     assert not any(module.startswith("headstart_of_a_test") for module in sys.modules)
 
 
+def test_a_package_can_be_copied_again_in_one_process():
+    found = []
+    for _ in range(2):
+        with loaded_copy(SOURCE, "headstart_of_a_test") as name:
+            found.append(__import__(name).causal_conv1d(torch.ones(2, 1), torch.ones(1, 2)).y)
+    assert torch.equal(*found)
+
+
 def test_renaming_touches_imports_and_places_only():
     text = '"headstart" \nfrom headstart.a import b\n"headstart.ops:x"\nHEADSTART_CHECK headstarter'
     assert renamed(text, "two") == (

@@ -13,23 +13,27 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 PACKAGE = re.compile(
     r"(?<=\bfrom )headstart\b|(?<=\bimport )headstart\b|(?<=\bops\.)headstart\b"
     r"|\bheadstart(?=\.\w)|\bheadstart(?=::)"
 )
+_numbers = count(1)
 
 
 @contextmanager
 def loaded_copy(source: Path, name: str) -> Iterator[str]:
-    """The package at `source` loaded as `name`, forgotten afterwards.
+    """The package at `source` loaded under a name that begins with `name`, forgotten afterwards.
 
     source: the folder that is the package `headstart`.
     Yields the name to import it by.
     """
     if not (source / "__init__.py").is_file():
         raise ValueError(f"revision: {source} holds no package headstart")
+    # PyTorch keeps the operations of one that is forgotten: no two have a name in common.
+    name = f"{name}_{next(_numbers)}"
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         copied = Path(folder) / name
         shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))

@@ -101,9 +101,9 @@ class Sources:
         if package not in self._packages:
             folder = self._stack.enter_context(revisions.worktree(name))
             self._copy(package, folder / "src" / "headstart")
-        return package
+        return self._packages[package]
 
     def _copy(self, package: str, source: Path) -> str:
         if package not in self._packages:
             self._packages[package] = self._stack.enter_context(loaded_copy(source, package))
-        return package
+        return self._packages[package]
