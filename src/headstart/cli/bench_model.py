@@ -64,7 +64,7 @@ DTYPES = ("float32", "bfloat16", "float16")
     "--limit",
     type=click.FloatRange(min=1),
     metavar="SECONDS",
-    help="Give up an arm that is not prepared by then.",
+    help="Of preparing all arms: those that are not prepared by then are given up.",
 )
 @seed_option("Of weights and prompt.")
 @click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")

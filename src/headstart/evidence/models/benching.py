@@ -90,7 +90,8 @@ def bench_model(
     step: tokens of a step, None: the whole prompt.
     noise_floor: enter the first arm a second time.
     profiled: profile one prefill of each arm after the rounds.
-    limit: seconds after which an arm that is not prepared is given up, None: never.
+    limit: seconds for preparing all arms; one that is not prepared then is given up, and those
+        after it with it. None: no limit. For the main thread of a process alone.
 
     Raises ValueError for unknown arms and where the model has no positions for so many tokens;
     `DeviceLost` where an arm has cost the process its device.
@@ -156,14 +157,15 @@ def _prepare(
     stand: Stand, entries: Sequence[Prepared], limit: float | None, progress: Progress
 ) -> None:
     first: Run | None = None
+    until = None if limit is None else time.time() + limit
     for entry in entries:
         progress(f"the first prefill of {entry.name}")
         run: Run | None = None
         try:
-            with giving_up(None if limit is None else time.time() + limit):
+            with giving_up(until):
                 run = entry.attempt("preparing", stand.device, lambda e=entry: _cold(stand, e))
         except TooLate:
-            entry.fail("failed", f"was not prepared in {limit:g} s")
+            entry.fail("failed", f"was not prepared within {limit:g} s of all arms")
         if run is None:
             if stand.device.type == "cuda":
                 torch.cuda.empty_cache()
