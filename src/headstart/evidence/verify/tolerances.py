@@ -91,8 +91,8 @@ def _operands(op: str, dtype: str) -> Tolerance:
 PEER = (
     3.0,
     (
-        "a peer stores between its kernels, in the inputs' dtype, what ours keep in float32: 2.2 times "
-        "ours seen in the worst row of a whole layer, 1.2 times in a convolution"
+        "a peer stores between its kernels, in the inputs' dtype, what ours keep in float32: "
+        "2.2 times ours seen in the worst row of a whole layer, 1.2 times in a convolution"
     ),
 )
 """By what factor a peer may be off further than ours, and why; a NaN is a fault of either's."""
