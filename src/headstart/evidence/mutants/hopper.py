@@ -238,14 +238,6 @@ MUTANTS = (
         checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
-        name="hopper-short-own-row-unseen",
-        fault="In a short sequence an output does not see its own token.",
-        file=SHORT_TILES,
-        old="gl.where((later >= 0) & kept_j",
-        new="gl.where((later > 0) & kept_j",
-        checks=("rule short of 128",),
-    ),
-    _mutant(
         name="hopper-short-neighbour-rows-read",
         fault="Rows of the next sequence are read as a short one's.",
         pitfall=8,

@@ -206,6 +206,77 @@ def least_and_most(a, b, c, d):
 
 
 @gluon.jit
+def products_of(q_tile, k_tile, halves, zeros):
+    """K K^T, Q K^T, and v 0: not 0 in rows that are not finite. v comes in two halves."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    products = warpgroup_mma(
+        k_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    p = warpgroup_mma(
+        q_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    spoiled = warpgroup_mma(
+        halves.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
+    products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
+    return products, p, spoiled
+
+
+@gluon.jit
+def scores_of(
+    products, p, spoiled, strength, first_spoiled, high_i, rest_i, high_j, rest_j, scale
+):  # fmt: skip
+    """P, A, whether T may grow, and the first row that is not finite, `first_spoiled` at most."""
+    ROW: gl.constexpr = products.type.layout
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
+    norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
+    spoiled = gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
+    clean_row, wild = gl.reduce(
+        (
+            gl.where((spoiled != 0.0) | (norms * 0.0 != 0.0), i, 64),
+            gl.where(norms * strength > TAME, 1, 0),
+        ),
+        0,
+        least_and_most,
+    )
+    clean_row = gl.minimum(clean_row, first_spoiled)
+    kept_i = (i < clean_row)[:, None]
+    kept_j = (j < clean_row)[None, :]
+    b = gl.where(i < clean_row, strength, 0.0)[:, None]
+    G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
+    later = i[:, None] - j[None, :]
+    scores = gl.where((later >= 0) & kept_j, p * (G * scale), 0.0)
+    A = gl.where((later > 0) & kept_i, products * G * b, 0.0)
+    return scores, A, wild, clean_row
+
+
+@gluon.jit
+def bounded_inverse(A, a_blocks, d_block, wild, dtype: gl.constexpr):
+    """T = (I + A)^-1, and its first row that `dtype` cannot hold: 0 from there on."""
+    ROW: gl.constexpr = A.type.layout
+    grown = 64
+    if wild > 0:
+        inverse = unit_lower_inverse(A, a_blocks, d_block, True)
+        inverse = gl.convert_layout(inverse, ROW)
+        # What T multiplies must fit the dtype that it is stored in.
+        most: gl.constexpr = 512.0 if dtype == gl.float16 else 6e4
+        beyond = gl.max(gl.where(gl.abs(inverse) < most, 0, 1), 1)
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
+        grown = gl.min(gl.where(beyond > 0, i, 64), 0)
+        inverse = gl.where((i < grown)[:, None], inverse, 0.0)
+    else:
+        inverse = unit_lower_inverse(A, a_blocks, d_block, False)
+        inverse = gl.convert_layout(inverse, ROW)
+    return inverse, grown
+
+
+@gluon.jit
 def scratch(dtype: gl.constexpr, K: gl.constexpr, STREAMED: gl.constexpr):
     """Shared memory of whoever prepares one tile after another, or one alone."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
@@ -280,7 +351,6 @@ def prepare_item(
     asked for as soon as there is room.
     """
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     (
         T, P, T_rows, P_rows,
@@ -340,57 +410,18 @@ def prepare_item(
         mbarrier.wait(bar, phase)
         phase = phase ^ 1
 
-    products = warpgroup_mma(
-        k_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    p = warpgroup_mma(
-        q_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    spoiled = warpgroup_mma(
-        halves.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
-    products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
+    products, p, spoiled = products_of(q_tile, k_tile, halves, zeros)
     if STREAMED:
         thread_barrier()
         if following < count * HV:
             another = first_item + following // HV
             if not skipped(items, sequences, base, another, following % HV, HV, CACHED):
                 fetch(rows, shared, following // HV, following % HV, H, HV, K, V, TILES)
-    norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
-    spoiled = gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
-    clean_row, wild = gl.reduce(
-        (
-            gl.where((spoiled != 0.0) | (norms * 0.0 != 0.0), i, 64),
-            gl.where(norms * strength > TAME, 1, 0),
-        ),
-        0,
-        least_and_most,
+    scores, A, wild, clean_row = scores_of(
+        products, p, spoiled, strength, first_spoiled, high_i, rest_i, high_j, rest_j, scale
     )
-    clean_row = gl.minimum(clean_row, first_spoiled)
-    kept_i = (i < clean_row)[:, None]
-    kept_j = (j < clean_row)[None, :]
-    b = gl.where(i < clean_row, strength, 0.0)[:, None]
-    G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
-    later = i[:, None] - j[None, :]
-    scores = gl.where((later >= 0) & kept_j, p * (G * scale), 0.0)
-    A = gl.where((later > 0) & kept_i, products * G * b, 0.0)
     made.index(0).store(scores.to(dtype))
-    grown = 64
-    if wild > 0:
-        inverse = unit_lower_inverse(A, a_blocks, d_block, True)
-        inverse = gl.convert_layout(inverse, ROW)
-        # What T multiplies must fit the dtype that it is stored in.
-        most: gl.constexpr = 512.0 if dtype == gl.float16 else 6e4
-        beyond = gl.max(gl.where(gl.abs(inverse) < most, 0, 1), 1)
-        grown = gl.min(gl.where(beyond > 0, i, 64), 0)
-        inverse = gl.where((i < grown)[:, None], inverse, 0.0)
-    else:
-        inverse = unit_lower_inverse(A, a_blocks, d_block, False)
-        inverse = gl.convert_layout(inverse, ROW)
+    inverse, grown = bounded_inverse(A, a_blocks, d_block, wild, dtype)
     made.index(1).store(inverse.to(dtype))
     clean_row = gl.minimum(clean_row, grown)
     if clean_row < 64:

@@ -21,16 +21,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, reinterpret, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import (
-    TAME,
+    bounded_inverse,
     inverse_norms,
-    least_and_most,
-    unit_lower_inverse,
+    products_of,
+    scores_of,
 )
 from headstart.ops.gated_delta_rule.passes.decays import not_finite, units, words
 from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
@@ -159,7 +157,6 @@ def make_tiles(
 ):  # fmt: skip
     """Rows of q, k and v of a chunk, T, P and its scales, all to shared memory."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     WIDE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ALL: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
@@ -192,61 +189,19 @@ def make_tiles(
     fence_async_shared()
     thread_barrier()
 
-    # As in `prepare`.
-    products = warpgroup_mma(
-        k_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    p = warpgroup_mma(
-        q_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    spoiled = warpgroup_mma(
-        halves.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
-    products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
-    j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
+    products, p, spoiled = products_of(q_tile, k_tile, halves, zeros)
     high_i = sums.index(0).load(gl.SliceLayout(1, ROW))
     rest_i = sums.index(1).load(gl.SliceLayout(1, ROW))
     beta = sums.index(2).load(gl.SliceLayout(1, ROW))
     high_j = sums.index(0).load(gl.SliceLayout(0, ROW))
     rest_j = sums.index(1).load(gl.SliceLayout(0, ROW))
-    norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
-    spoiled = gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
-    clean_row, wild = gl.reduce(
-        (
-            gl.where((spoiled != 0.0) | (norms * 0.0 != 0.0), i, 64),
-            gl.where(norms * beta > TAME, 1, 0),
-        ),
-        0,
-        least_and_most,
+    scores, A, wild, clean_row = scores_of(
+        products, p, spoiled, beta, first_spoiled, high_i, rest_i, high_j, rest_j, scale
     )
-    clean_row = gl.minimum(clean_row, first_spoiled)
-    kept_i = (i < clean_row)[:, None]
-    kept_j = (j < clean_row)[None, :]
-    beta = gl.where(i < clean_row, beta, 0.0)[:, None]
-    G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
-    later = i[:, None] - j[None, :]
-    scores = gl.where((later >= 0) & kept_j, p * (G * scale), 0.0)
-    A = gl.where((later > 0) & kept_i, products * G * beta, 0.0)
     P_tile.store(scores.to(dtype))
     # Blocks of A and of its diagonal's inverse lie where T will.
     blocks = reinterpret(T_tile, gl.float16, [4, 64, 16], BLOCKS)
-    grown = 64
-    if wild > 0:
-        inverse = unit_lower_inverse(A, blocks, blocks.index(3), True)
-        inverse = gl.convert_layout(inverse, ROW)
-        # What T multiplies must fit the dtype that it is stored in.
-        most: gl.constexpr = 512.0 if dtype == gl.float16 else 6e4
-        beyond = gl.max(gl.where(gl.abs(inverse) < most, 0, 1), 1)
-        grown = gl.min(gl.where(beyond > 0, i, 64), 0)
-        inverse = gl.where((i < grown)[:, None], inverse, 0.0)
-    else:
-        inverse = unit_lower_inverse(A, blocks, blocks.index(3), False)
-        inverse = gl.convert_layout(inverse, ROW)
+    inverse, grown = bounded_inverse(A, blocks, blocks.index(3), wild, dtype)
     clean_row = gl.minimum(clean_row, grown)
 
     # As `decays` and, from the first row that is not finite on, `prepare` say.
