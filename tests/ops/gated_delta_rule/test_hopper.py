@@ -103,7 +103,7 @@ CALLS = {
 FORMS = {
     "long": [(3, 1, 68, False)],
     "few heads": [(3, 2, 0, True), (3, 1, 0, False)],
-    "many short": [(1, 1, 0, False)],
+    "many short": [(3, 2, 0, False)],
     "many": [(3, 2, 0, False)],
 }
 """Stages, groups and preparers of scans, and whether they find maps; for all other calls one of

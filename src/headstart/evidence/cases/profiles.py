@@ -36,6 +36,8 @@ def _linear(H: int, HV: int, dtype: str = "bfloat16") -> Iterator[Case]:
     for name, lengths in (
         ("one", (1,)),
         ("drafts", (4,)),
+        ("alone", (15,)),
+        ("two-chunks", (111,)),
         ("short", (512,)),
         ("middle", (4500,)),
         ("spans", (6000,)),

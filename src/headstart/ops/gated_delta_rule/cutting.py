@@ -42,6 +42,13 @@ class Cut(NamedTuple):
         """Rows that the table of pieces has for one span: segments, then maps."""
         return sequences if self.segments == 1 else self.segments + self.maps
 
+    def pieces(self, sequences: int, chunks: int) -> int:
+        """About how many pieces a span has, of so many sequences with so many chunks in all."""
+        spans = self.spans(chunks)
+        if self.segments > 1 or spans == 1:
+            return max(sequences, self.segments)
+        return min(sequences, -(-sequences // spans) + self.live)
+
     @property
     def maps(self) -> int:
         """Pieces that run before those of segments: the first from its own state, the last not."""

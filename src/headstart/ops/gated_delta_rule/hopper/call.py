@@ -41,11 +41,8 @@ class Form(NamedTuple):
     registers: int
 
 
-FORMS = {"deep": Form(3, 1, 168), "wide": Form(3, 2, 168), "short": Form(1, 1, 128)}
-"""deep: fastest for one sequence; wide: two groups share what they read; short: two programs on a
-multiprocessor, for sequences of few chunks."""
-SHORT = 4
-"""Chunks of a sequence, on average, up to which nothing is worth copying ahead."""
+FORMS = {"deep": Form(3, 1, 168), "wide": Form(3, 2, 168)}
+"""deep: fastest for one sequence; wide: two groups share what they read."""
 PREPARE_REGISTERS = 168
 """Three programs of the pass before on a multiprocessor."""
 STEP, WIDE_STEP, WAITING_STEP, TILE, GATHERED_TILE, START = 1.16, 1.78, 1.35, 2.4, 6.0, 20.0
@@ -162,15 +159,16 @@ def _scan(given: Given, pieces: int) -> None:
         "o_rows": _described(given["o"] if given["q"].shape[0] else T, COLUMNS),
     }  # fmt: skip
     preparers = _preparers(given)
-    programs, there = V // COLUMNS * HV * pieces, processors(given["q"].device)
+    blocks, there = V // COLUMNS * HV, processors(given["q"].device)
+    # Most rows of the table are none where sequences are spread over spans.
+    programs = blocks * given["pieces_about"]
     form = FORMS["deep"]
     if -(-programs // there) * STEP > -(-programs // (2 * there)) * WIDE_STEP:
-        short = given["items_there"] <= SHORT * pieces
-        form = FORMS["short" if short and programs > 3 * there else "wide"]
+        form = FORMS["wide"]
     own |= {
         "BV": COLUMNS, "STAGES": form.stages, "GROUPS": form.groups, "PREPARERS": preparers,
     }  # fmt: skip
-    grid = (preparers + programs // form.groups,)
+    grid = (preparers + blocks * pieces // form.groups,)
     start(scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers)
 
 

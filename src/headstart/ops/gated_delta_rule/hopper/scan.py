@@ -201,9 +201,8 @@ def chain(
         if not MAPS:
             y, left = warpgroup_mma_wait(1, deps=[y, left])
             y = y * (inside * scale)[None, :]
-            if STAGES > 1:
-                if turn > 0:
-                    mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
+            if turn > 0:
+                mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
         v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
         if not MAPS:
             rounded = gl.convert_layout(v_new.to(dtype), BY_ROW)
@@ -214,7 +213,7 @@ def chain(
             out, rounded = warpgroup_mma_wait(1, deps=[out, rounded])
             ob = out.to(dtype)
         S, update = warpgroup_mma_wait(0, deps=[S, update])
-        if STAGES == 1 or MAPS:
+        if MAPS:
             # Otherwise sending rows brings the warps together before a stage is left.
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -363,41 +362,24 @@ def scan_kernel(
         at_piece, head, block, first_item, q_head, k_head, v_token, v_head,
         tail_v_slot, tail_v_head, tail_rows,
     )  # fmt: skip
-    if STAGES == 1:
-        gl.warp_specialize(
-            [
-                (chain, (
-                    given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
-                    HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
-                    GROUPS, MAPS,
-                )),
-                (copy_tiles, (
-                    copied, H, HV, K, BV, V, CACHED, TILES, STAGES, GROUPS, PREPARERS > 0, MAPS,
-                )),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (chain, (
-                    given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
-                    HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
-                    GROUPS, MAPS,
-                )),
-                (chain, (
-                    given, 1, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
-                    HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                    HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
-                    GROUPS, MAPS,
-                )),
-                (copy_tiles, (
-                    copied, H, HV, K, BV, V, CACHED, TILES, STAGES, GROUPS, PREPARERS > 0, MAPS,
-                )),
-            ],
-            [4, 1],
-            ([232, 40] if CACHED else [240, 24]) if GROUPS == 2 else [24, 96],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (chain, (
+                given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
+                HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
+                GROUPS, MAPS,
+            )),
+            (chain, (
+                given, 1, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
+                HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
+                GROUPS, MAPS,
+            )),
+            (copy_tiles, (
+                copied, H, HV, K, BV, V, CACHED, TILES, STAGES, GROUPS, PREPARERS > 0, MAPS,
+            )),
+        ],
+        [4, 1],
+        ([232, 40] if CACHED else [240, 24]) if GROUPS == 2 else [24, 96],
+    )  # fmt: skip

@@ -66,15 +66,17 @@ def launch(
         given = _arguments(call, stores, plan) | state_arguments(call, stores)
         cut = plan.cut
         pieces = plan.facts.sequences if cut.segments == 1 else cut.segments
+        about = cut.pieces(plan.facts.sequences, plan.facts.chunks)
         for i, (first, last) in enumerate(plan.spans):
             row = i * cut.rows(plan.facts.sequences)
             given |= {"first_item": first, "items_there": last - first}
             if last > first:
                 _before_state(call, given, last - first, prepare or _prepare)
             if cut.maps:
-                scan(given | {"MAPS": True, "first_piece": row + cut.segments}, cut.maps)
+                own = {"MAPS": True, "first_piece": row + cut.segments, "pieces_about": cut.maps}
+                scan(given | own, cut.maps)
                 _join(given, cut)
-            scan(given | {"MAPS": False, "first_piece": row}, pieces)
+            scan(given | {"MAPS": False, "first_piece": row, "pieces_about": about}, pieces)
 
 
 def _before_state(
