@@ -6,7 +6,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headstart import Schedule
+from headstart.ops.gated_delta_rule.chunk_table import chunk_table
 from headstart.ops.gated_delta_rule.cutting import CLOSES, KNOWN, OPENS, Cut, pieces_of_spans
+from headstart.runtime.record import recording
 
 COUNTS = st.lists(st.integers(0, 40), max_size=9)
 
@@ -68,3 +71,19 @@ def test_segments_begin_where_maps_lead(count: int, room: int, segments: int) ->
         assert all(row < cut.carried for row in states)
         others = [piece.target for piece in maps if piece.source == -3]
         assert len({*states, *others, parts[-1].target}) == len(states) + len(others) + 1
+
+
+def test_a_part_that_has_fewer_chunks_than_segments_leaves_the_sequence_as_it_is() -> None:
+    schedule = Schedule([64 * 3], device="cpu")
+    table = chunk_table(schedule, cached=False, drafting=False, cut=Cut(3, 1, 8))
+    pieces = table.pieces.view(-1, 6)
+    assert table.sequences[4] == 0
+    assert pieces[:8, 0].tolist() == [0] * 3 + [-1] * 5
+    assert table.items.view(-1, 3)[:, 1].tolist() == [0, 64, 128]
+
+
+def test_kernels_without_spans_get_no_table_of_pieces() -> None:
+    schedule = Schedule([70, 5], device="cpu")
+    with recording() as record:
+        assert chunk_table(schedule, cached=False, drafting=False).pieces is None
+    assert len(record.tables) == 2

@@ -31,34 +31,34 @@ PIECE_COLUMNS = 6
 """sequence (-1: none), first item, end of its items, position of the first item's first row, where
 the state before it is (a row of `carry`, or OPENS, ...), where the state after it goes (a row of
 `carry`, or CLOSES)."""
+NO_PIECE = [-1, 0, 0, 0, 0, 0]
 
 
 class ChunkTable(NamedTuple):
     """The tables of one step, row after row: of its sequences, and of its chunks and pieces in the
-    order of spans."""
+    order of spans. pieces: None where a kernel has no spans."""
 
     sequences: torch.Tensor
     items: torch.Tensor
-    pieces: torch.Tensor
-
-    @property
-    def chunks(self) -> int:
-        """Rows of `items`, the grid of a launch over all chunks."""
-        return self.items.numel() // ITEM_COLUMNS
+    pieces: torch.Tensor | None = None
 
 
-def chunk_table(schedule: Schedule, cached: bool, drafting: bool, cut: Cut = WHOLE) -> ChunkTable:
+def chunk_table(
+    schedule: Schedule, cached: bool, drafting: bool, cut: Cut | None = None
+) -> ChunkTable:
     """The tables of a schedule, kept by it.
 
     cached: whether states live in a cache; drafting: whether that cache takes drafts; cut: how its
-    chunks are cut into spans and pieces.
+    chunks are cut into spans and pieces, None for a kernel that has no spans: no table, and no copy
+    to the device, for what it does not read.
 
     >>> from headstart import Schedule
-    >>> table = chunk_table(Schedule([70], device="cpu"), cached=False, drafting=False)
+    >>> table = chunk_table(Schedule([70], device="cpu"), cached=False, drafting=False, cut=WHOLE)
     >>> table.sequences.tolist(), table.items.view(-1, 3).tolist(), table.pieces.tolist()
     ([0, 0, 70, 0, 0, 2, 70, -1], [[0, 0, -1], [0, 64, -1]], [0, 0, 2, 0, -1, -1])
     """
-    return ChunkTable(*map(schedule.on_device, _builders(cached, drafting, cut)))
+    builders = _builders(cached, drafting, cut or WHOLE)
+    return ChunkTable(*map(schedule.on_device, builders if cut else builders[:2]))
 
 
 Builder = Callable[["Schedule"], list[int]]
@@ -112,6 +112,9 @@ def _rows(schedule: Schedule, cached: bool, drafting: bool, cut: Cut) -> tuple[R
     for span in spans:
         begins = {}
         for n, begin, end, source, target in span:
+            if n < 0:
+                pieces.append(NO_PIECE)
+                continue
             lows = range(chunks[n][0] + begin, chunks[n][0] + end)
             if (n, begin) not in begins:  # a map of a segment runs over the segment's own items
                 begins[n, begin] = len(items)
@@ -121,8 +124,8 @@ def _rows(schedule: Schedule, cached: bool, drafting: bool, cut: Cut) -> tuple[R
             at = begins[n, begin]
             low = (chunks[n][0] + begin) * CHUNK
             pieces.append([n, at, at + end - begin, low, source, target])
-        pieces += [[-1, 0, 0, 0, 0, 0]] * (cut.rows(room) - len(span))
+        pieces += [NO_PIECE] * (cut.rows(room) - len(span))
     missing = cut.spans(chunk_rows) * cut.rows(room) - len(pieces)
-    pieces += [[-1, 0, 0, 0, 0, 0]] * missing
+    pieces += [NO_PIECE] * missing
     items += [[-1, 0, -1]] * (chunk_rows - len(items))
     return sequences, items, pieces

@@ -43,7 +43,11 @@ class Cut(NamedTuple):
         return sequences if self.segments == 1 else self.segments + self.maps
 
     def pieces(self, sequences: int, chunks: int) -> int:
-        """About how many pieces a span has, of so many sequences with so many chunks in all."""
+        """About how many pieces a span has, of so many sequences with so many chunks in all.
+
+        >>> Cut(span=80, live=4, segments=1).pieces(sequences=24, chunks=688)
+        7
+        """
         spans = self.spans(chunks)
         if self.segments > 1 or spans == 1:
             return max(sequences, self.segments)
