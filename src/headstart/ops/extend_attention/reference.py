@@ -95,9 +95,10 @@ def merge(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:
     if call.sinks is not None:
         logits.append(call.sinks.to(wide).expand_as(logits[0]))
     lse = torch.logsumexp(torch.stack(logits), dim=0)
+    # Not exp(lse_part - lse): where the LSE is large, its own rounding would be the shares' error.
+    shares = torch.softmax(torch.stack(logits), dim=0).masked_fill(lse == -torch.inf, 0.0)
     o = torch.zeros_like(call.parts[0][0], dtype=wide)
-    for o_part, lse_part in call.parts:
-        share = torch.where(lse_part == -torch.inf, 0.0, torch.exp(lse_part - lse))
+    for (o_part, _), share in zip(call.parts, shares, strict=False):
         o += share[..., None] * o_part
     return call.deliver(o, lse)
 
