@@ -221,7 +221,6 @@ def test_an_error_keeps_nothing_and_harms_nothing(family):
     assert difference(found, own(ids).logits[:, hit:]) < NEAR
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
 def test_the_whole_prompt_behind_a_hit_is_refused(family):
     """What it computes would be kept as another prompt's prefix."""
     _, served = pair(family)

@@ -89,7 +89,7 @@ class Adapter:
         given[name] = cache
         forward = self._forward(batch, length, mask, packed, cache, tokens.device)
         if isinstance(cache, HybridCache):
-            cache.pages.begin(forward)
+            cache.begin(forward)
         self._current[threading.get_ident()] = forward
         return (), given
 

@@ -65,6 +65,10 @@ class HybridCache(Cache):
         ]
         super().__init__(layers=layers)
 
+    def begin(self, forward: Forward) -> None:
+        """A forward of the model begins."""
+        self.pages.begin(forward)
+
     def wanted(self, forward: Forward) -> tuple[tuple[int, ...], ...] | None:
         """Positions of each sequence that the forward passes and that are to be kept."""
         found = []

@@ -231,11 +231,11 @@ class RequestCache(HybridCache):
         super().__init__(model, snapshot_positions=positions)
         self._hit, self._prompt, self._outputs = hit, prompt, policy.outputs
 
-    def wanted(self, forward: Forward) -> tuple[tuple[int, ...], ...] | None:
-        """Positions to be kept that the forward passes; of decoded tokens the last one alone.
+    def begin(self, forward: Forward) -> None:
+        """A forward of the model begins.
 
-        ValueError where a forward behind a hit ends past the prompt's end: run on the whole prompt,
-        it would be kept as what it is not.
+        ValueError where one behind a hit ends past the prompt's end: run on the whole prompt, it
+        would be kept as what it is not.
         """
         for start, end in zip(forward.starts, forward.ends, strict=True):
             if 0 < self._hit <= start < self._prompt < end:
@@ -243,6 +243,10 @@ class RequestCache(HybridCache):
                     f"input_ids: expected at most the {self._prompt - start} tokens of the prompt "
                     f"behind position {start} (tokens[hit:]), got {end - start}"
                 )
+        super().begin(forward)
+
+    def wanted(self, forward: Forward) -> tuple[tuple[int, ...], ...] | None:
+        """Positions to be kept that the forward passes; of decoded tokens the last one alone."""
         end = floor_chunk(min(forward.ends))
         if self._outputs and end > max(self._prompt, *forward.starts):
             of_prompt = [p for p in self.snapshot_positions if p <= self._prompt]
