@@ -275,7 +275,8 @@ def test_the_table_names_the_winner(all_runs):
     ]  # fmt: skip
     assert f"on {made.DEVICE}" in table
     assert "- fa4: sinks rounded to bfloat16" in table
-    assert "| mutants | Imaginary C1, 2 cores | **fails**: 4 of 6 killed, 1 explained as" in table
+    assert "| mutants | Imaginary C1, 2 cores | **fails**: " in table
+    assert ": 4 of 6 killed, 1 explained as" in table
 
 
 def test_peers_are_the_rivals_of_what_is_ours(tmp_path):

@@ -67,7 +67,8 @@ def _mutants(found: list[Any]) -> tuple[str, bool]:
     alive = [one for one in found if one.killed_by is None]
     explained = sum(one.equivalent is not None for one in alive)
     blind = sum(one.cosine_passes is True for one in killed)
-    sentence = f"{len(killed):,} of {len(found):,} killed"
+    kernels = ", ".join(sorted({f"{one.op} {one.implementation}" for one in found}))
+    sentence = f"{kernels}: {len(killed):,} of {len(found):,} killed"
     if explained:
         sentence += f", {explained:,} explained as equivalent"
     return f"{sentence}; a cosine gate lets {blind:,} of them live", explained < len(alive)
