@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from headstart.cli.commands import headstart
 from headstart.evidence import runs
-from headstart.evidence.traffic.records import HitShare, Replayed, Workload
+from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 
 pytest.importorskip("transformers")
 
@@ -29,11 +29,13 @@ def test_all_parts(tmp_path):
     assert result.exit_code == 0, result.output
     for words in (
         "synthetic +64 +geometric +none", "ids +512 +ends", "10.2 MiB", "0 of [1-9]",
-        "lengths divided by 8", "saved", "no hits", r"extend_attention \(torch\)",
+        "lengths divided by 8", "saved", "no hits", "8 x all layers",
+        r"linear attention +torch +[\d,]+ +0",
     ):  # fmt: skip
         assert re.search(words, result.stdout), words
-    found = runs.load(file, HitShare | Replayed | Workload, kind="trace")
-    assert [type(one) for one in found.results] == [HitShare] * 20 + [Replayed] + [Workload] * 8
+    found = runs.load(file, HitShare | Replayed | HitBits | Workload, kind="trace")
+    kinds = [HitShare] * 20 + [Replayed] + [HitBits] * 2 + [Workload] * 12
+    assert [type(one) for one in found.results] == kinds
     assert found.options["requests"] == "2"
     shown = CliRunner().invoke(headstart, ["report", str(file), "-o", str(tmp_path / "r.html")])
     assert shown.exit_code == 0, shown.output

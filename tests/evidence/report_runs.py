@@ -17,7 +17,7 @@ from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import AS_IT_STANDS, Stage, StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.timing import Ceilings
-from headstart.evidence.traffic.records import HitShare, Replayed, Served, Workload
+from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Served, Workload
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.figures import Measured
 from headstart.evidence.verify.tolerances import Tolerance
@@ -265,14 +265,17 @@ def traffic() -> list[Any]:
     )  # fmt: skip
     timed = [
         Workload(
-            op="gated_delta_rule", model="qwen3-next-80b", device=PLACE, served="hopper",
-            clock="graph", grain=grain, requests=2, steps=2, step_tokens=8192, new_tokens=900,
-            prefix_tokens=100, ms=(ms,) * 3, median_ms=ms,
+            kind="linear_attention", layers=1, model="qwen3-next-80b", device=PLACE,
+            served="hopper", clock="events", grain=grain, requests=2, steps=2,
+            step_tokens=8192, new_tokens=900, prefix_tokens=100, ms=(ms,) * 3, median_ms=ms,
             ratio=Ratio(ratio=ms, low=ms, high=ms, wins=0, rounds=3),
+            of_cold=Ratio(ratio=ms / 1.75, low=ms, high=ms, wins=0, rounds=3),
         )
         for grain, ms in ((0, 1.75), (64, 1.0))
     ]  # fmt: skip
-    return [*shares, replay, *timed]
+    bits = HitBits(kind="linear_attention", model="qwen3-next-80b", device=PLACE, served="hopper",
+                   requests=2, hit_tokens=128, rows=900, differing=0)  # fmt: skip
+    return [*shares, replay, bits, *timed]
 
 
 def everything(folder: Path) -> list[Path]:

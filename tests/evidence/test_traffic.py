@@ -21,8 +21,12 @@ from headstart.evidence.traffic.bookkeeping import (
     of_text,
     replay,
 )
+from headstart.evidence.traffic.hits import compare_hits
+from headstart.evidence.traffic.layers import LinearLayer, SoftmaxLayer
+from headstart.evidence.traffic.records import ALL_LAYERS
+from headstart.evidence.traffic.shapes import SHAPES
 from headstart.evidence.traffic.trace import Request, Trace, made, read, texts
-from headstart.evidence.traffic.workloads import cases, schedule, time_workloads
+from headstart.evidence.traffic.workloads import schedule, time_workloads
 from headstart.integrations.snapshot_policy import SnapshotPolicy
 
 LINE = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
@@ -214,18 +218,22 @@ def test_a_model_without_states_is_hit_at_every_block():
 )
 def test_steps_of_a_scheduler(pairs, budget):
     steps = schedule(pairs, budget)
-    assert all(0 < sum(new for new, _ in step) <= budget for step in steps)
-    assert all(prefix % 64 == 0 for step in steps for _, prefix in step)
-    brought = sorted(
-        position
+    assert all(0 < sum(piece.new for piece in step) <= budget for step in steps)
+    assert all(piece.prefix % 64 == 0 for step in steps for piece in step)
+    brought = [
+        (piece.request, position)
         for step in steps
-        for new, prefix in step
+        for piece in step
+        for position in range(piece.prefix, piece.prefix + piece.new)
+    ]
+    assert brought == [
+        (request, position)
+        for request, (new, prefix) in enumerate(pairs)
         for position in range(prefix, prefix + new)
-    )
-    assert brought == sorted(p for new, prefix in pairs for p in range(prefix, prefix + new))
+    ]
     # A step is left with room only where the next row of 64 would not fit.
     for step, following in pairwise(steps):
-        assert budget - sum(new for new, _ in step) < min(following[0][0], 64)
+        assert budget - sum(piece.new for piece in step) < min(following[0].new, 64)
 
 
 def test_too_small_a_step():
@@ -233,29 +241,83 @@ def test_too_small_a_step():
         schedule([(1, 0)], 63)
 
 
-def test_cases_of_a_workload():
-    delta, attention = cases("qwen3-next-80b", 64, [[(100, 64), (28, 0)]])
-    assert (delta[0].lengths, delta[0].starts, delta[0].state) == ((100, 28), (64, 0), "cache")
-    assert (attention[0].lengths, attention[0].cached) == ((100, 28), (64, 0))
-    assert [one[0].op for one in cases("gpt-oss-20b", 0, [[(5, 0)]])] == ["extend_attention"]
+CPU = torch.device("cpu")
 
 
 def test_workloads_are_timed_side_by_side():
     found = time_workloads(
-        [200, 150], {0: [0, 0], 64: [64, 128]}, model="tiny-qwen3-next",
-        device=torch.device("cpu"), step_tokens=128, rounds=3,
+        [200, 150], {0: [0, 0], 64: [64, 128]}, model="tiny-qwen3-next", device=CPU,
+        step_tokens=128, rounds=3,
     )  # fmt: skip
-    assert [(one.op, one.grain, one.steps, one.new_tokens, one.prefix_tokens) for one in found] == [
-        (op, *figures)
-        for op in ("gated_delta_rule", "extend_attention")
-        for figures in ((0, 4, 350, 0), (64, 2, 158, 192))
+    figures = [
+        (one.kind, one.layers, one.grain, one.steps, one.new_tokens, one.prefix_tokens)
+        for one in found
+    ]
+    assert figures == [
+        (*layer, *grain)
+        for layer in (("linear_attention", 1), ("full_attention", 1), (ALL_LAYERS, 8))
+        for grain in ((0, 4, 350, 0), (64, 2, 158, 192))
     ]
     for one in found:
         assert len(one.ms) == 3
         assert min(one.ms) > 0
         assert one.served == "torch"
-        assert one.grain or one.ratio.ratio > 0
-        assert one.grain == 0 or one.ratio.ratio == 1
+        assert (one.ratio if one.grain else one.of_cold).ratio == 1
+    linear, full, every = [one.ms for one in found if one.grain]
+    wanted = [6 * one + 2 * other for one, other in zip(linear, full, strict=True)]
+    assert every == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3-next", "tiny-gpt-oss"])
+def test_rows_past_hits_are_those_of_a_cold_prefill(model):
+    found = compare_hits(
+        [200, 150, 90, 300], [64, 128, 0, 192], model=model, device=CPU, step_tokens=128
+    )
+    assert [one.kind for one in found] == list(SHAPES[model].layers)
+    for one in found:
+        assert (one.requests, one.hit_tokens, one.rows) == (4, 384, 136 + 22 + 90 + 108)
+        assert one.differing == 0
+
+
+def test_a_state_or_a_page_that_is_off_shows(monkeypatch):
+    forget = SoftmaxLayer.forget
+    monkeypatch.setattr(SoftmaxLayer, "forget", lambda self, p, at: forget(self, p, at - 64))
+
+    def drift(self, place, prefix):
+        self.cache.tensors["state"].mul_(1.001)
+
+    monkeypatch.setattr(LinearLayer, "forget", drift)
+    for model in ("tiny-qwen3-next", "tiny-gpt-oss"):
+        for one in compare_hits([200], [128], model=model, device=CPU, step_tokens=128):
+            assert one.differing > one.rows // 2, one.kind
+
+
+def test_shapes_are_those_of_the_published_configurations():
+    pytest.importorskip("transformers")
+    from transformers import AutoConfig
+
+    from headstart import checkpoints
+    from headstart.evidence.models.building import CONFIGURATIONS
+
+    public = json.loads(CONFIGURATIONS.read_text())
+    for name, shape in SHAPES.items():
+        if name in public:
+            fields = dict(public[name]["configuration"])
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        else:
+            config = AutoConfig.from_pretrained(checkpoints.path(name))
+        kinds = {kind: config.layer_types.count(kind) for kind in config.layer_types}
+        assert shape.layers == kinds
+        heads = (shape.HQ, shape.HK, shape.D)
+        assert heads == (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        if shape.sliding:
+            assert shape.window == config.sliding_window
+        if shape.linear:
+            assert (shape.H, shape.HV, shape.K, shape.V, shape.conv_width) == (
+                config.linear_num_key_heads, config.linear_num_value_heads,
+                config.linear_key_head_dim, config.linear_value_head_dim,
+                config.linear_conv_kernel_dim,
+            )  # fmt: skip
 
 
 # A short made trace on the shipped models.

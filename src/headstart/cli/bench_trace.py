@@ -11,7 +11,7 @@ from headstart.cli.bench import progress
 from headstart.cli.commands import need, seed_option
 
 if TYPE_CHECKING:
-    from headstart.evidence.traffic.records import HitShare, Replayed, Workload
+    from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 
 PARTS = ("bookkeeping", "replay", "workloads")
 GIB = 2**30
@@ -31,7 +31,7 @@ GIB = 2**30
     default="bookkeeping,replay",
     show_default=True,
     metavar="A,B,...",
-    help="bookkeeping, replay (on a model), workloads (timed operations).",
+    help="bookkeeping, replay (on a model), workloads (single layers, compared and timed).",
 )
 @click.option(
     "--policies",
@@ -77,6 +77,13 @@ GIB = 2**30
     show_default=True,
     help="New tokens of a step of the workloads.",
 )
+@click.option(
+    "--compared",
+    type=click.IntRange(min=0),
+    default=16,
+    show_default=True,
+    help="Requests with hits whose rows workloads compare with a cold prefill's.",
+)
 @click.option("--rounds", type=click.IntRange(min=3), default=6, show_default=True)
 @click.option("--device", default="cpu", show_default=True, metavar="DEVICE")
 @seed_option("Of the sample.")
@@ -95,6 +102,7 @@ def trace(
     shorten: str,
     replay_budget: str,
     step_tokens: int,
+    compared: int,
     rounds: int,
     device: str,
     seed: int,
@@ -108,7 +116,7 @@ def trace(
     from headstart.cli.verify import place
     from headstart.evidence import runs
     from headstart.evidence.traffic.bookkeeping import MODELS, hit_shares
-    from headstart.evidence.traffic.trace import read, texts
+    from headstart.evidence.traffic.trace import GRAIN, read, texts
     from headstart.integrations.snapshot_policy import POLICIES
     from headstart.runtime.checks import expect_choice
 
@@ -154,19 +162,25 @@ def trace(
         _print_replay(replayed)
         broken = bool(replayed.differing)
     if "workloads" in chosen:
+        from headstart.evidence.traffic.hits import compare_hits
         from headstart.evidence.traffic.workloads import COLD, time_workloads
 
         shares = hit_shares(sample, texts_of_sample, model=sizes, budgets=bounds[-1:])
         hits = {one.grain: one.hits for one in shares if one.text == "synthetic"}
-        timed = time_workloads(
-            [one.prompt for one in sample.requests],
-            {COLD: [0] * len(sample.requests)} | hits,
-            model=sizes,
-            device=on,
-            step_tokens=step_tokens,
-            rounds=rounds,
-            progress=progress("workloads"),
-        )
+        prompts = [one.prompt for one in sample.requests]
+        how: dict[str, Any] = {
+            "model": sizes,
+            "device": on,
+            "step_tokens": step_tokens,
+            "progress": progress("workloads"),
+        }
+        chosen_hits = [pair for pair in zip(prompts, hits[GRAIN], strict=True) if pair[1]]
+        if pairs := chosen_hits[:compared]:
+            bits = compare_hits(*zip(*pairs, strict=True), **how)
+            keep(bits)
+            _print_bits(bits)
+            broken |= any(one.differing for one in bits)
+        timed = time_workloads(prompts, {COLD: [0] * len(prompts)} | hits, rounds=rounds, **how)
         keep(timed)
         _print_workloads(timed)
     ctx.exit(1 if broken else 0)
@@ -246,23 +260,44 @@ def _print_replay(found: Replayed) -> None:
     print()
 
 
+def _print_bits(found: Sequence[HitBits]) -> None:
+    from headstart.cli.printing import print_table
+
+    first = found[0]
+    print_table(
+        ("layer", "implementation", "rows past hits", "that differ"),
+        [
+            (one.kind.replace("_", " "), one.served, f"{one.rows:,}", f"{one.differing:,}")
+            for one in found
+        ],
+        title=f"One layer of {first.model} on {first.device}: {first.requests:,} requests from "
+        "their hits, side by side, against each alone and cold",
+    )
+    print()
+
+
 def _print_workloads(timed: Sequence[Workload]) -> None:
     from headstart.cli.printing import print_table
 
+    first = timed[0]
     print_table(
-        ("operation", "grain", "steps", "new tokens", "on prefixes", "ms", "x of grain 64"),
+        ("layer", "grain", "steps", "new tokens", "on prefixes", "ms", "x of grain 64", "saved"),
         [
             (
-                f"{one.op} ({one.served})",
+                f"{one.layers} x {one.kind.replace('_', ' ')}"
+                if one.layers > 1
+                else one.kind.replace("_", " "),
                 one.grain or "no hits",
                 one.steps,
-                one.new_tokens,
-                one.prefix_tokens,
+                f"{one.new_tokens:,}",
+                f"{one.prefix_tokens:,}",
                 f"{one.median_ms:.2f}",
                 f"{one.ratio.ratio:.3f} [{one.ratio.low:.3f}, {one.ratio.high:.3f}]",
+                f"{one.saved:.1%}",
             )
             for one in timed
         ],
-        title=f"One layer of {timed[0].model} on {timed[0].device}, {timed[0].requests:,} requests "
-        f"in steps of {timed[0].step_tokens:,} new tokens, clock {timed[0].clock}",
+        title=f"Layers of {first.model} on {first.device}, by {timed[-1].served}: "
+        f"{first.requests:,} requests in steps of {first.step_tokens:,} new tokens, "
+        f"clock {first.clock}",
     )

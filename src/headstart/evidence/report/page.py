@@ -17,7 +17,7 @@ from headstart.evidence.report.tables import Table
 from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
-from headstart.evidence.traffic.records import HitShare, Replayed, Workload
+from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
@@ -230,8 +230,9 @@ def _statistics(files: Sequence[RunFile]) -> list[Section]:
 def _traffic(files: Sequence[RunFile]) -> list[Section]:
     shares = [one for _, one in results(files, HitShare)]
     replays = [one for _, one in results(files, Replayed)]
+    bits = [one for _, one in results(files, HitBits)]
     timed = [one for _, one in results(files, Workload)]
-    if not shares and not replays and not timed:
+    if not (shares or replays or bits or timed):
         return []
     section = Section(
         "traffic",
@@ -257,6 +258,7 @@ def _traffic(files: Sequence[RunFile]) -> list[Section]:
     )
     section.tables += [traffic.shares(shares)] if shares else []
     section.tables += [traffic.replays(replays)] if replays else []
+    section.tables += [traffic.hit_bits(bits)] if bits else []
     section.tables += [traffic.workloads(timed)] if timed else []
     return [section]
 

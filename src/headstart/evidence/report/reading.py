@@ -19,7 +19,7 @@ from headstart.evidence.mutants import Found
 from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
-from headstart.evidence.traffic.records import HitShare, Replayed, Workload
+from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
@@ -55,7 +55,7 @@ KINDS: dict[str, Any] = {
     "mutants": Found,
     "static": Compiled,
     "simulate": Promise,
-    "trace": HitShare | Replayed | Workload,
+    "trace": HitShare | Replayed | HitBits | Workload,
     "model": ModelResult,
 }
 """Kind of a run -> what one of its results is, in the order in which a report tells them."""

@@ -8,7 +8,7 @@ from headstart.evidence.arms import PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
-from headstart.evidence.traffic.records import HitShare, Replayed, Workload
+from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 
 
 class Verdict(NamedTuple):
@@ -127,9 +127,15 @@ def _trace(found: list[Any]) -> tuple[str, bool]:
             f"hits and cold prefills of {len(one.served):,} requests, {one.saved:.0%} of the time "
             "to first token saved"
         )
+    bits = [one for one in found if isinstance(one, HitBits)]
+    if bits:
+        told.append(
+            f"{sum(one.differing for one in bits):,} of {sum(one.rows for one in bits):,} rows "
+            f"of single layers differ past hits of {bits[0].requests:,} requests side by side"
+        )
     timed = sum(isinstance(one, Workload) for one in found)
     told += [f"{timed:,} workloads timed"] if timed else []
-    return "; ".join(told), any(one.differing for one in replays)
+    return "; ".join(told), any(one.differing for one in [*replays, *bits])
 
 
 def _model(found: list[Any]) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from headstart.evidence.report.drawing import THEME, canvas, legend, look, name_rows, svg
 from headstart.evidence.report.tables import Cell, Table, interval, number, table
-from headstart.evidence.traffic.records import HitShare, Replayed, Workload
+from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 
 GIB = 2**30
 NO_HITS = "no hits"
@@ -84,16 +84,21 @@ def served_figure(found: Sequence[Replayed], name: str) -> Markup | None:
 
 
 def workload_figure(found: Sequence[Workload], name: str) -> Markup | None:
-    """Time of one layer's operation over all steps, grain by grain."""
+    """Time of all steps by kind of layer, grain by grain."""
     if not found:
         return None
     with canvas(1, 1, 1.0 + 0.3 * len(found)) as (figure, (axes,)):
         for index, one in enumerate(found):
             color = THEME["series-1"] if one.grain == 64 else THEME["series-2"]
             axes.barh(index, one.median_ms, color=color, height=0.6)
-        name_rows(axes, [f"{one.op}, {_grain(one.grain)}" for one in found])
-        axes.set_xlabel("milliseconds of all steps, one layer")
+        name_rows(axes, [f"{_layer(one)}, {_grain(one.grain)}" for one in found])
+        axes.set_xlabel("milliseconds of all steps")
         return svg(figure, name)
+
+
+def _layer(one: Workload) -> str:
+    """What is timed, and of which model."""
+    return f"{one.model}: {one.kind.replace('_', ' ')}"
 
 
 def _grain(grain: int) -> str:
@@ -151,11 +156,32 @@ def replays(found: Sequence[Replayed]) -> Table:
     return table("Replays on a model: hits against cold prefills", columns, rows)
 
 
-def workloads(found: Sequence[Workload]) -> Table:
-    """Every operation and grain."""
+def hit_bits(found: Sequence[HitBits]) -> Table:
+    """Every kind of layer."""
     rows = [
         (
-            one.op,
+            one.model,
+            one.kind.replace("_", " "),
+            one.served,
+            one.device,
+            one.requests,
+            one.hit_tokens,
+            Cell(f"{one.differing:,} of {one.rows:,}", "bad" if one.differing else "good"),
+        )
+        for one in found
+    ]
+    columns = ("shape of", "layer", "implementation", "device", "requests", "tokens hit",
+               "rows that differ")  # fmt: skip
+    return table("Hits side by side in a scheduler's steps, against cold prefills", columns, rows)
+
+
+def workloads(found: Sequence[Workload]) -> Table:
+    """Every kind of layer and grain."""
+    rows = [
+        (
+            one.model,
+            one.kind.replace("_", " "),
+            one.layers,
             one.served,
             one.device,
             _grain(one.grain),
@@ -165,12 +191,12 @@ def workloads(found: Sequence[Workload]) -> Table:
             one.prefix_tokens,
             number(one.median_ms, ".2f"),
             interval(one.ratio),
+            f"{one.saved:.1%}",
             one.clock,
-            one.model,
         )
         for one in found
     ]
-    columns = ("operation", "implementation", "device", "grain", "requests", "steps",
-               "new tokens", "on prefixes", "ms", "to grain 64 [95 %]", "clock",
-               "heads of")  # fmt: skip
-    return table("Steps of a scheduler, one layer", columns, rows)
+    columns = ("shape of", "layer", "layers", "implementation", "device", "grain", "requests",
+               "steps", "new tokens", "on prefixes", "ms", "to grain 64 [95 %]", "saved",
+               "clock")  # fmt: skip
+    return table("Steps of a scheduler", columns, rows)

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from headstart.evidence.traffic.records import HitShare
+from headstart.evidence.traffic.shapes import SHAPES
 from headstart.evidence.traffic.trace import GRAIN, Text, Trace
 from headstart.integrations.prefix_tree import PrefixTree
 from headstart.integrations.snapshot_policy import POLICIES
@@ -23,15 +24,7 @@ class Sizes:
     state: int
 
 
-MODELS = {
-    # 12 full layers with 2 heads of 256; 36 linear ones with 32 heads of 128 x 128, float32, and
-    # 3 inputs of a convolution over 8,192 channels.
-    "qwen3-next-80b": Sizes(GRAIN * 12 * 2 * 2 * 256 * 2, 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)),
-    # 24 layers with 8 heads of 64; all keys are kept, those of windowed layers too.
-    "gpt-oss-20b": Sizes(GRAIN * 24 * 2 * 8 * 64 * 2, 0),
-    # 2 full layers with 2 heads of 128; 6 linear ones with 4 heads and 1,024 channels; float32.
-    "tiny-qwen3-next": Sizes(GRAIN * 2 * 2 * 2 * 128 * 4, 6 * (4 * 128 * 128 * 4 + 3 * 1024 * 4)),
-}
+MODELS = {name: Sizes(shape.page_bytes, shape.state_bytes) for name, shape in SHAPES.items()}
 """Models by name, in the dtype of their checkpoints."""
 
 

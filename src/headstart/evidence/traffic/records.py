@@ -109,14 +109,38 @@ class Replayed(Record):
         return 1 - self.total("hit_seconds") / self.total("cold_seconds")
 
 
-class Workload(Record):
-    """All steps of one operation (one layer) at one grain, on one device.
+class HitBits(Record):
+    """Hits of some requests in one layer of a kind, compared with cold prefills.
 
-    grain: 0 for a cache that is never hit. new_tokens, prefix_tokens: of all requests.
-    ms: time of all steps, in each round. ratio: to the grain of 64, round by round.
+    requests: cold each alone and whole, with hits side by side in a scheduler's steps.
+    hit_tokens: found, of all requests. rows: past the hits. differing: of these, rows with a
+    differing bit.
     """
 
-    op: str
+    kind: str
+    model: str
+    device: str
+    served: str
+    requests: int
+    hit_tokens: int
+    rows: int
+    differing: int
+
+
+ALL_LAYERS = "all layers"
+"""The kind of a `Workload` that adds up all layers."""
+
+
+class Workload(Record):
+    """All steps of one layer of a kind at one grain, on one device; or of `ALL_LAYERS`.
+
+    layers: how many are added up. grain: 0 for a cache that is never hit.
+    new_tokens, prefix_tokens: of all requests. ms: time of all steps, in each round.
+    ratio, of_cold: to the grain of 64, and to the cache that is never hit, round by round.
+    """
+
+    kind: str
+    layers: int
     model: str
     device: str
     served: str
@@ -130,3 +154,9 @@ class Workload(Record):
     ms: tuple[float, ...]
     median_ms: float
     ratio: Ratio
+    of_cold: Ratio
+
+    @property
+    def saved(self) -> float:
+        """Share of the cold prefills' time that hits have saved."""
+        return 1 - self.of_cold.ratio

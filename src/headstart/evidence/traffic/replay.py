@@ -18,6 +18,7 @@ from headstart.evidence.prefill.loading import Loaded, quiet
 from headstart.evidence.prefill.replay import rows_of
 from headstart.evidence.prefill.runs import Run, decode, prefill
 from headstart.evidence.traffic.bookkeeping import ceiling, of_text
+from headstart.evidence.traffic.hits import differing_rows
 from headstart.evidence.traffic.records import Replayed, Served
 from headstart.evidence.traffic.trace import GRAIN, Text
 from headstart.integrations.snapshot_policy import POLICIES
@@ -60,19 +61,6 @@ class Compare:
         found, wanted = rows_of(operation, result), self.watch.kept.pop(0)
         self.rows += len(wanted)
         self.differing += differing_rows(found, wanted)
-
-
-def differing_rows(found: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Rows of two tensors of one shape that are not equal; NaN equals nothing.
-
-    >>> differing_rows(torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [5.0]]))
-    1
-    """
-    if found.shape != wanted.shape:
-        raise ValueError(f"found: expected {list(wanted.shape)}, got {list(found.shape)}")
-    if torch.equal(found, wanted):
-        return 0
-    return int((found != wanted).flatten(1).any(1).sum())
 
 
 def text_tokens(text: Text, vocabulary: int) -> list[int]:

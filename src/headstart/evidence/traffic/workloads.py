@@ -2,91 +2,67 @@
 
 Every request brings the tokens past its hit, which depends on the grain of the cache. A step takes
 so many new tokens, first those left of the request under way, then of the next ones; what does not
-fit waits, cut at a multiple of 64. Each step is a case of one layer, timed like any other.
+fit waits, cut at a multiple of 64. Each step is timed in one layer of each kind that a model has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from headstart.evidence import arms
-from headstart.evidence.cases import Case
-from headstart.evidence.cases.extend_attention import AttentionCase
-from headstart.evidence.cases.gated_delta_rule import DeltaCase
+from headstart.evidence.arms import Arm
 from headstart.evidence.paired import compare, orders
 from headstart.evidence.timing import make_clock, warm
-from headstart.evidence.traffic.records import Workload
+from headstart.evidence.traffic.layers import Layer, Step, layer_of
+from headstart.evidence.traffic.records import ALL_LAYERS, Workload
+from headstart.evidence.traffic.shapes import SHAPES
 from headstart.evidence.traffic.trace import GRAIN
+from headstart.runtime import dispatch
 from headstart.runtime.checks import expect_int
 
 COLD = 0
 """The grain of a cache that is never hit."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Heads of a model's two kinds of layer, as cases take them; None: it has none of the kind."""
+class Piece(NamedTuple):
+    """What a step brings of a request, by its index: new tokens on a prefix."""
 
-    linear: Mapping[str, Any] | None
-    softmax: Mapping[str, Any]
-    dtype: str
-
-
-SHAPES = {
-    "qwen3-next-80b": Shape(
-        {"H": 16, "HV": 32, "K": 128, "V": 128}, {"HQ": 16, "HK": 2, "D": 256}, "bfloat16"
-    ),
-    "gpt-oss-20b": Shape(None, {"HQ": 64, "HK": 8, "D": 64, "sinks": True}, "bfloat16"),
-    "tiny-qwen3-next": Shape(
-        {"H": 2, "HV": 4, "K": 128, "V": 128}, {"HQ": 4, "HK": 2, "D": 128}, "float32"
-    ),
-}
+    request: int
+    new: int
+    prefix: int
 
 
-def schedule(pairs: Sequence[tuple[int, int]], budget: int) -> list[list[tuple[int, int]]]:
-    """Steps of (new, prefix) of each sequence, at most `budget` new tokens a step.
+def schedule(pairs: Sequence[tuple[int, int]], budget: int) -> list[list[Piece]]:
+    """Steps of pieces of requests, at most `budget` new tokens a step.
 
     pairs: (new, prefix) of each request, prefixes at multiples of 64. budget: 64 or more.
 
-    >>> schedule([(100, 64), (300, 0), (10, 128)], 256)
-    [[(100, 64), (128, 0)], [(172, 128), (10, 128)]]
+    >>> for step in schedule([(100, 64), (300, 0), (10, 128)], 256):
+    ...     print(*map(tuple, step))
+    (0, 100, 64) (1, 128, 0)
+    (1, 172, 128) (2, 10, 128)
     """
     expect_int("step-tokens", budget, GRAIN)
-    steps: list[list[tuple[int, int]]] = []
+    steps: list[list[Piece]] = []
     room = 0
-    for new, prefix in pairs:
+    for request, (new, prefix) in enumerate(pairs):
         while new:
             if room < min(new, GRAIN):
                 steps.append([])
                 room = budget
             taken = new if new <= room else room - room % GRAIN
-            steps[-1].append((taken, prefix))
+            steps[-1].append(Piece(request, taken, prefix))
             new, prefix, room = new - taken, prefix + taken, room - taken
     return steps
 
 
-def cases(model: str, grain: int, steps: Sequence[Sequence[tuple[int, int]]]) -> list[list[Case]]:
-    """Of each kind of layer that the model has, a case for each step."""
-    shape = SHAPES[model]
-    found: list[list[Case]] = [[], []]
-    for index, step in enumerate(steps):
-        lengths, prefixes = (tuple(column) for column in zip(*step, strict=True))
-        common: dict[str, Any] = {
-            "id": f"trace-{grain}-{index}",
-            "why": "a step of a trace",
-            "dtype": shape.dtype,
-            "lengths": lengths,
-        }
-        if shape.linear:
-            found[0].append(DeltaCase(**common, **shape.linear, state="cache", starts=prefixes))
-        paged = {"layout": "pages", "page_size": GRAIN, "new_in_cache": True}
-        found[1].append(AttentionCase(**common, **shape.softmax, **paged, prefixes=prefixes))
-    return [one for one in found if one]
+def pages_of(step: Sequence[Piece]) -> int:
+    """Pages that hold all keys of a step."""
+    return sum(-(-(piece.new + piece.prefix) // GRAIN) for piece in step)
 
 
 def time_workloads(
@@ -101,22 +77,30 @@ def time_workloads(
 ) -> list[Workload]:
     """Time the prefills of requests at several grains, side by side.
 
-    prompts: tokens of each request. hits: grain -> tokens that each request finds; 64 must be one
-        of them. The n-th steps of all grains are timed in the same rounds, in rotated order.
+    prompts: tokens of each request. hits: grain -> tokens that each request finds; 64 and `COLD`
+        must be among them. The n-th steps of all grains are timed in the same rounds, in rotated
+        order.
+
+    Of each kind of layer one is timed; last comes what all of them take, each kind as often as the
+    model has it.
     """
+    shape = SHAPES[model]
     pairs = {
         grain: [(total - hit, hit) for total, hit in zip(prompts, found, strict=True)]
         for grain, found in hits.items()
     }
     steps = {grain: schedule(one, step_tokens) for grain, one in pairs.items()}
-    by_grain = {grain: cases(model, grain, one) for grain, one in steps.items()}
-    found = []
-    for kind in range(len(by_grain[GRAIN])):
-        rows = {grain: kinds[kind] for grain, kinds in by_grain.items()}
-        times, served, clock = _time(rows, device, rounds, progress)
-        found += [
+    everything = list(chain(*steps.values()))
+    found: list[Workload] = []
+    total = {grain: [0.0] * rounds for grain in steps}
+
+    def keep(
+        kind: str, count: int, times: Mapping[int, list[float]], served: str, clock: str
+    ) -> None:
+        found.extend(
             Workload(
-                op=rows[grain][0].op,
+                kind=kind,
+                layers=count,
                 model=model,
                 device=str(device),
                 served=served,
@@ -130,31 +114,55 @@ def time_workloads(
                 ms=tuple(times[grain]),
                 median_ms=median(times[grain]),
                 ratio=compare(times[grain], times[GRAIN]),
+                of_cold=compare(times[grain], times[COLD]),
             )
-            for grain in rows
-        ]
+            for grain in steps
+        )
+
+    for kind, count in shape.layers.items():
+        layer = layer_of(
+            shape,
+            kind,
+            rows=step_tokens,
+            slots=max(map(len, everything)),
+            pages=max(map(pages_of, everything)),
+            device=device,
+        )
+        times, served, clock = _time(
+            layer, steps, device, rounds, lambda words, kind=kind: progress(f"{kind}, {words}")
+        )
+        keep(kind, 1, times, served, clock)
+        for grain, one in times.items():
+            total[grain] = [
+                sofar + count * more for sofar, more in zip(total[grain], one, strict=True)
+            ]
+        del layer
+    served = ", ".join(dict.fromkeys(one.served for one in found))
+    keep(ALL_LAYERS, sum(shape.layers.values()), total, served, found[0].clock)
     return found
 
 
 @torch.inference_mode()
 def _time(
-    rows: Mapping[int, Sequence[Case]],
+    layer: Layer,
+    steps: Mapping[int, Sequence[Sequence[Piece]]],
     device: torch.device,
     rounds: int,
     progress: Callable[[str], None],
 ) -> tuple[dict[int, list[float]], str, str]:
     """Milliseconds of all steps of each grain, by round; who served them; the clock."""
-    times = {grain: [0.0] * rounds for grain in rows}
+    times = {grain: [0.0] * rounds for grain in steps}
     served: set[str] = set()
     clocks: set[str] = set()
-    longest = max(map(len, rows.values()))
+    longest = max(map(len, steps.values()))
     for index in range(longest):
         progress(f"step {index + 1} of {longest}")
-        here = [grain for grain in rows if index < len(rows[grain])]
-        built = [arms.build("headstart", rows[grain][index], device) for grain in here]
+        here = [grain for grain in steps if index < len(steps[grain])]
+        built = [_arm(layer, steps[grain][index]) for grain in here]
         for arm in built:
             warm(arm)
-        clock, _, _ = make_clock(built, device)
+        # A step of an engine is no graph: its host facts are its own.
+        clock, _, _ = make_clock(built, device, "auto" if device.type == "cpu" else "events")
         for turn, order in enumerate(orders(len(built), rounds)):
             found = clock.round([built[at] for at in order])
             for at, milliseconds in zip(order, found, strict=True):
@@ -162,3 +170,15 @@ def _time(
         served |= {arm.served for arm in built}
         clocks.add(clock.name)
     return times, ", ".join(sorted(served)), ", ".join(sorted(clocks))
+
+
+def _arm(layer: Layer, pieces: Sequence[Piece]) -> Arm:
+    new, prefixes = ([getattr(piece, name) for piece in pieces] for name in ("new", "prefix"))
+    places = layer.places([sum(pair) for pair in zip(new, prefixes, strict=True)])
+    step = Step(new, prefixes, places)
+    call = layer.call(step, slice(sum(new)))
+    with dispatch.watching() as ran:
+        layer.restore(step)
+        call()
+    served = ", ".join(dict.fromkeys(who for _, who in ran))
+    return Arm("headstart", call, lambda o: {"o": o}, lambda: layer.restore(step), served)
