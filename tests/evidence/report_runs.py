@@ -18,6 +18,8 @@ from headstart.evidence.stages import AS_IT_STANDS, Stage, StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.timing import Ceilings
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Served, Workload
+from headstart.evidence.tuning import results as tuning
+from headstart.evidence.tuning.results import KeyResult, LeftOut, PointResult, TrialResult
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.figures import Measured
 from headstart.evidence.verify.tolerances import Tolerance
@@ -278,6 +280,43 @@ def traffic() -> list[Any]:
     return [*shares, replay, bits, *timed]
 
 
+def tuned() -> list[Any]:
+    """Two keys, one of which another configuration than the rule's is better for; one left out."""
+
+    def one(key: str, tried: dict[int, tuple[float, float]], chosen: int) -> KeyResult:
+        def at(BN: int, point: int, name: str) -> tuning.Measured:
+            middle = tried[BN][point]
+            ratio = Ratio(ratio=middle, low=middle - 0.01, high=middle + 0.01, wins=0, rounds=20)
+            return tuning.Measured(point=name, ratio=ratio, milliseconds=0.2 * middle)
+
+        names = ("oss-16k-win", "oss-16k-win@0.25")
+        trials = [
+            TrialResult(configuration={"BN": BN}, mean=sum(ratios) / 2, refused="",
+                        measured=tuple(at(BN, i, name) for i, name in enumerate(names)))
+            for BN, ratios in tried.items()
+        ]  # fmt: skip
+        out = TrialResult(configuration={"BN": 128}, mean=None, refused="no room", measured=())
+        points = []
+        for i, name in enumerate(names):
+            least = min(tried, key=lambda BN: tried[BN][i])
+            regret = 1 / tried[least][i] - 1
+            points.append(PointResult(
+                point=name, rule_regret=regret, chosen_regret=tried[chosen][i] * (1 + regret) - 1,
+                fastest={"BN": least}, decided=least != 32, moved=least != chosen,
+            ))  # fmt: skip
+        return KeyResult(
+            device="cuda:0", operation="extend_attention", kernel="extend", key=key,
+            rule={"BN": 32}, chosen={"BN": chosen}, decided=chosen != 32, regret=0.0,
+            points=tuple(points), trials=(*trials, out),
+        )  # fmt: skip
+
+    return [
+        one("extend_attention/extend 64x64", {32: (1.0, 1.0), 64: (0.9, 0.8), 16: (0.95, 0.7)}, 64),
+        one("extend_attention/unified 64x64", {32: (1.0, 1.0), 64: (1.1, 1.2)}, 32),
+        LeftOut(what="extend_attention/extend 512x512", why="not reached"),
+    ]
+
+
 def everything(folder: Path) -> list[Path]:
     """A run of every kind."""
     bits = Bits(op="gated_delta_rule", check="hits", form="bfloat16", implementation="triton",
@@ -303,5 +342,6 @@ def everything(folder: Path) -> list[Path]:
             "static": static(),
             "simulate": [promise],
             "trace": traffic(),
+            "tune": tuned(),
         }.items()
     ]

@@ -1,5 +1,6 @@
 """`headstart report`: what a page and the README's table say of run records."""
 
+import html
 import json
 import re
 from datetime import timedelta
@@ -44,16 +45,16 @@ def section(page, id):
     return page.split(f'<section id="{id}"')[1].split("</section>")[0]
 
 
-def text_of(html):
-    return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+def text_of(page):
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def test_a_page_shows_every_kind_of_run(whole):
     assert sections(whole) == [
         "verdicts", "times-1", "times-2", "stages", "errors", "bits", "mutants", "tiles", "kernels",
-        "statistics", "traffic", "environment",
+        "statistics", "traffic", "configurations", "environment",
     ]  # fmt: skip
-    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 12
+    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 13
     words = text_of(whole)
     for figure in (
         "gdn-next-18778 18,778 flashinfer timed 0.5280 4.5 0.941 [0.922, 0.960] 60/60",
@@ -71,6 +72,13 @@ def test_a_page_shows_every_kind_of_run(whole):
         "qwen3-next-80b linear attention hopper cuda:0 Imaginary X1 2 128 0 of 900",
         "linear attention 1 hopper cuda:0 Imaginary X1 no hits 2 2 900 100 1.75 1.750",
         "60.8% of the prompt tokens hit at a grain of 64 in 8 GiB (synthetic text), 95.0% of what",
+        "by rule at most 42.9% longer than by the fastest tried on 1 case (4 calls, 5% allowed)",
+        "the ranking moves with the length on 1; left out: 1",
+        "extend_attention/extend 64x64 BN 32 -> 64 0.850 0.971 BN 64 -> 16 0.0% 2 4 1",
+        "oss-16k-win@0.25 extend_attention/extend 64x64 0.2000 42.9% BN 32 -> 16 moved, 14.3%",
+        "oss-16k-win extend_attention/unified 64x64 0.2000 0.0%, in doubt the rule's -",
+        "BN 32 -> 128 - - - no room",
+        "extend_attention/extend 512x512 not reached",
         "Imaginary X1, 12 multiprocessors, 34 GiB",
         "0123456789ab",
         "HEADSTART_CHECK=1",
@@ -104,7 +112,7 @@ def test_verdicts_say_what_fails(whole):
     assert {what: tone for tone, what in found} == {
         "times": "good", "stages": "good", "errors": "bad", "bits": "good", "transcripts": "good",
         "tile bounds": "good", "mutants": "bad", "kernels": "bad", "statistics": "good",
-        "traffic": "good",
+        "traffic": "good", "configurations": "bad",
     }  # fmt: skip
 
 
@@ -406,7 +414,7 @@ def test_command_prints_and_fills_in_tables(all_runs, tmp_path):
     document.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
     done = run(all_runs, "--markdown", "--into", document)
     assert done.exit_code == 0
-    assert "results of 10 runs" in done.stdout
+    assert "results of 11 runs" in done.stdout
     assert row_of(document.read_text(), "gdn-next-8k")[-2] == "headstart"
     (tmp_path / "empty").mkdir()
     done = run(tmp_path / "empty", "--markdown", "--into", document)

@@ -25,7 +25,7 @@ from headstart.evidence.tuning import sweep as sweep_module
 from headstart.evidence.tuning.candidates import LADDERS, fixed_fields, neighbours
 from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
 from headstart.evidence.tuning.points import points_of, shortened
-from headstart.evidence.tuning.results import KeyResult, worst
+from headstart.evidence.tuning.results import KeyResult, LeftOut, worst
 from headstart.evidence.tuning.sweep import compiled, plan, sweep
 from headstart.ops.extend_attention.triton.config import Config, configuration
 from headstart.ops.gated_delta_rule.triton.scan import ScanConfig
@@ -86,6 +86,12 @@ def test_the_faster_one_is_chosen_and_the_rules_regret_is_told(swept):
     assert row.runner_up.configuration == replace(found.rule, BN=64)
     assert row.runner_up.ratio == pytest.approx(0.9 / 0.8, abs=0.03)
     assert list(row.milliseconds) == [CASE]
+    assert worst(found.points()) == found.points()[0].rule_regret == pytest.approx(0.25, abs=0.03)
+    cells = dict(zip(KeyResult.COLUMNS, found.result("cpu").cells, strict=True))
+    assert cells["chosen"] == f"BN {found.rule.BN} -> 16"
+    assert cells["second"].endswith(" BN 16 -> 64")
+    assert float(cells["ratio"]) == pytest.approx(0.8, abs=0.02)
+    assert (cells["points"], cells["out"]) == (1, 0)
 
 
 def test_where_nothing_is_faster_beyond_doubt_the_rule_stays(swept):
@@ -93,8 +99,11 @@ def test_where_nothing_is_faster_beyond_doubt_the_rule_stays(swept):
     assert not found.decided
     assert found.chosen.configuration == found.rule
     assert found.regret < 0.01
-    assert worst([found]) == 0.0
+    assert worst(found.points()) == 0.0
     assert len(found.trials) == len(neighbours(found.rule, fixed_fields(found.key, "cuda:90"))) + 1
+    result = found.result("cpu")
+    assert result.cells[1:3] == ("the rule's", "1.000")
+    assert result.chosen == result.rule == asdict(found.rule)
 
 
 def test_walks_go_on_from_the_fastest(swept):
@@ -145,7 +154,7 @@ def fails(found):
     [
         (lambda o: o * 1.02, "o: relative 0.02"),
         (lambda o: torch.full_like(o, math.nan), "NaN"),
-        (lambda o: o + 1e-6 * torch.rand_like(o).round(), "o: two runs give different bits"),
+        (lambda o: o + 2**-6 * torch.rand_like(o).round(), "o: two runs give different bits"),
         (fails, "RuntimeError: out of shared memory"),
     ],
 )
@@ -180,8 +189,9 @@ def test_what_was_measured_is_kept_when_it_is_interrupted(swept, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["run.json", "table.json"]
     first = next(iter(swept.keys))
     assert [row.key for row in Table.read(table).rows] == [first]
-    (result,) = runs.load(record, KeyResult, "tune").results
+    result, left = runs.load(record, KeyResult | LeftOut, "tune").results
     assert result.key == str(first)
+    assert left == LeftOut(what=str(next(reversed(swept.keys))), why="not reached")
     # The next run adds to it.
     keep = Kept(table_at(table, CPU))
     tune(swept, CPU, keep, clocks=Clock(level), rounds=5)
@@ -190,10 +200,19 @@ def test_what_was_measured_is_kept_when_it_is_interrupted(swept, tmp_path):
 
 def test_no_key_is_begun_after_the_time(swept):
     keep, done = Kept(), []
-    left = tune(swept, CPU, keep, seconds=0, clocks=Clock(level), count=done.append)
-    assert (left, keep.found, done) == (list(swept.keys), [], [])
-    assert tune(swept, CPU, keep, rounds=3, clocks=Clock(level), count=done.append) == []
-    assert done == [1, 2]
+    tune(swept, CPU, keep, seconds=0, clocks=Clock(level), count=done.append)
+    assert (list(keep.left_out), keep.found, done) == ([str(key) for key in swept.keys], [], [])
+    tune(swept, CPU, keep, rounds=3, clocks=Clock(level), count=done.append)
+    assert (keep.left_out, done) == ({}, [1, 2])
+    assert [one.key for one in keep.found] == [str(key) for key in swept.keys]
+
+
+def test_what_no_kernel_computes_is_told():
+    found = plan(chosen_points("extend_attention", ["fp8-cache-small"]), CPU)
+    keep = Kept()
+    tune(replace(found, keys={}), CPU, keep)
+    assert keep.left_out == found.left_out
+    assert "new_in_cache=True" in keep.left_out["fp8-cache-small reproducible"]
 
 
 def test_a_table_of_another_device_is_not_written(tmp_path):
@@ -259,6 +278,7 @@ def test_states_at_given_positions_forbid_shorter_lengths():
         (["--op", "causal_conv1d", "--cases", "llama-16k"], "no case of causal_conv1d fits"),
         (["--op", "extend_attention", "--shares", "1,2"], "shares: expected numbers in"),
         (["--op", "extend_attention", "--dtype", "int8"], "dtype: expected one of"),
+        (["--op", "extend_attention", "--seconds", "nan"], "'--seconds': nan is no number of"),
         (["--op", "extend_attention", "--device", "tpu"], "device: tpu"),
         (["--op", "extend_attention", "--device", "cpu"], "only in Triton's interpreter"),
     ],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import need, seed_option
+from headstart.cli.commands import Seconds, need, seed_option
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(min=1),
+    type=Seconds(1),
     default=3600,
     show_default=True,
     metavar="SECONDS",
@@ -314,24 +314,13 @@ def _stage_row(result: StagesResult) -> tuple[str, ...]:
 
 def _print_stages(found: list[StagesResult], top: int) -> None:
     """The kernels of each arm on the case as it stands."""
-    from headstart.cli.printing import print_table
+    from headstart.cli.printing import print_stages
     from headstart.evidence.stages import AS_IT_STANDS
 
     for result in found:
         if top and result.stages and result.variant == AS_IT_STANDS:
-            print_table(
-                ("stage", "times", "us", "share"),
-                [
-                    (
-                        stage.name[:90],
-                        f"{stage.count:g}",
-                        f"{stage.microseconds:.1f}",
-                        f"{stage.microseconds / (result.device_us or 1):.1%}",
-                    )
-                    for stage in result.stages[:top]
-                ],
-                title=f"{result.case}, {result.arm} on {result.device}",
-            )
+            title = f"{result.case}, {result.arm} on {result.device}"
+            print_stages(result.stages[:top], result.device_us, title)
             print()
 
 

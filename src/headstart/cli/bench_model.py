@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headstart.cli.bench import device_of, names_of, progress
-from headstart.cli.commands import need, seed_option
+from headstart.cli.commands import Seconds, need, seed_option
 
 if TYPE_CHECKING:
     from headstart.evidence.models.records import ModelArm, ModelResult
@@ -62,7 +62,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(min=1),
+    type=Seconds(1),
     metavar="SECONDS",
     help="Of preparing all arms: those that are not prepared by then are given up.",
 )
@@ -142,7 +142,7 @@ def model(
 
 def print_model(found: ModelResult, top: int) -> None:
     """Everything that was found, for people."""
-    from headstart.cli.printing import binary_size, print_table
+    from headstart.cli.printing import binary_size, print_stages, print_table
 
     steps = "whole" if found.step is None else f"in {found.steps} steps of {found.step:,}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layers.items())
@@ -191,19 +191,8 @@ def print_model(found: ModelResult, top: int) -> None:
     for arm in timed if top else ():
         if arm.kernel_us:
             print()
-            print_table(
-                ("kernel", "times", "ms", "share"),
-                [
-                    (
-                        one.name[:80],
-                        f"{one.count:g}",
-                        f"{one.microseconds / 1000:.3f}",
-                        f"{one.microseconds / arm.kernel_us:.1%}",
-                    )
-                    for one in arm.kernels[:top]
-                ],
-                title=f"{arm.arm}: {arm.kernel_us / 1000:.2f} ms in kernels",
-            )
+            title = f"{arm.arm}: {arm.kernel_us / 1000:.2f} ms in kernels"
+            print_stages(arm.kernels[:top], arm.kernel_us, title)
 
 
 def _row(arm: ModelArm) -> tuple[str, ...]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from headstart.evidence.stages import Stage
 
 UNBOUNDED = 10_000
 
@@ -32,6 +35,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     for row in rows:
         table.add_row(*(cell_text(cell) for cell in row))
     console().print(table)
+
+
+def print_stages(stages: Iterable[Stage], of: float | None, title: str) -> None:
+    """What kernels (operators on a CPU) took, and their share of so many microseconds."""
+    rows = [(name[:90], *rest) for name, *rest in (stage.cells(of) for stage in stages)]
+    print_table(("kernel or operator", "times", "us", "share"), rows, title)
 
 
 def cell_text(cell: object) -> str:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.commands import need, seed_option
+from headstart.cli.commands import Seconds, need, seed_option
 
 if TYPE_CHECKING:
-    from headstart.evidence.tuning.results import Found
+    from headstart.evidence.tuning.results import KeyResult
 
 OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm_gated")
-WITHIN = 0.05
-"""Regret up to which the rule is as good as a table."""
 
 
 @click.command()
@@ -31,7 +29,7 @@ WITHIN = 0.05
 @click.option("--walks", type=click.IntRange(min=1), default=1, show_default=True,
               help="Steps from the rule's towards the fastest.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compilers; one a core.")
-@click.option("--seconds", type=click.FloatRange(min=0), metavar="N",
+@click.option("--seconds", type=Seconds(0), metavar="N",
               help="Begin no further key after these.")  # fmt: skip
 @seed_option("Of the inputs.")
 @click.option("-o", "--output", metavar="TABLE", help="Written, or its rows replaced by key.")
@@ -86,18 +84,18 @@ def command(
     lost = ""
     with progress_bar(f"tune {operation}", len(planned.keys)) as show:
         try:
-            left = tune(
+            tune(
                 planned, where, keep, jobs=jobs or len(os.sched_getaffinity(0)), seconds=seconds,
                 count=show, seed=seed, rounds=rounds, walks=walks,
             )  # fmt: skip
         except DeviceLost as reason:
-            left, lost = [], str(reason)
+            lost = str(reason)
         finally:  # interrupted too: what was measured is shown
             _print(keep.found)
-    said = [f"left out: {name}: {why}" for name, why in planned.left_out.items()]
-    said += [f"left for want of time: {key}" for key in left]
-    for line in [*said, *([lost] if lost else [])]:
-        click.echo(line)
+            for what, why in keep.left_out.items():
+                click.echo(f"left out: {what}: {why}")
+    if lost:
+        click.echo(lost)
     ctx.exit(1 if lost else 0)
 
 
@@ -111,45 +109,22 @@ def _shares(words: str) -> list[float]:
     return found
 
 
-def _print(found: Sequence[Found]) -> None:
+def _print(found: Sequence[KeyResult]) -> None:
     from headstart.cli.printing import print_table
-    from headstart.evidence.tuning.results import changes, worst
+    from headstart.evidence.tuning.results import WITHIN, KeyResult, changes, worst
 
     if not found:
         return
-    print_table(
-        ("key", "chosen", "ratio", "second", "rule's regret", "points", "tried", "out"),
-        [_row(one) for one in found],
-    )
+    print_table(KeyResult.COLUMNS, [one.cells for one in found])
     for one in found:
-        for point in one.points():
+        for point in one.points:
             if point.moved:
-                words = changes(one.chosen.configuration, type(one.rule)(**point.fastest))
+                words = changes(one.chosen, point.fastest)
                 click.echo(f"moved: {one.key}: on {point.point} {words} is faster by "
                            f"{point.chosen_regret:.1%}")  # fmt: skip
         for trial in one.trials:
             if trial.refused:
-                click.echo(f"out: {one.key}: {changes(one.rule, trial.configuration)}: "
-                           f"{trial.refused}")  # fmt: skip
-    most = worst(found)
+                words = changes(one.rule, trial.configuration)
+                click.echo(f"out: {one.key}: {words}: {trial.refused}")
+    most = worst(point for one in found for point in one.points)
     click.echo(f"rule's regret on the worst point: {most:.1%} ({WITHIN:.0%} is asked for)")
-
-
-def _row(one: Found) -> tuple[object, ...]:
-    from headstart.evidence.tuning.results import changes
-
-    chosen, others = one.chosen, [trial for trial in one.ranked if trial is not one.chosen]
-    second = "-"
-    if others:
-        words = changes(chosen.configuration, others[0].configuration)
-        second = f"{others[0].mean / chosen.mean:.3f} {words}"
-    return (
-        str(one.key),
-        changes(one.rule, chosen.configuration),
-        f"{chosen.mean:.3f}",
-        second,
-        f"{one.regret:.1%}",
-        len(chosen.measured),
-        len(one.trials),
-        sum(bool(trial.refused) for trial in one.trials),
-    )

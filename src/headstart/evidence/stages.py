@@ -39,6 +39,15 @@ class Stage(Record):
     count: float
     microseconds: float
 
+    def cells(self, of: float | None) -> tuple[str, str, str, str]:
+        """In words: its name, times, microseconds, and share of so many microseconds.
+
+        >>> Stage(name="scan", count=2, microseconds=1250.0).cells(5000.0)
+        ('scan', '2', '1,250.0', '25.0%')
+        """
+        share = self.microseconds / (of or 1)
+        return self.name, f"{self.count:g}", f"{self.microseconds:,.1f}", f"{share:.1%}"
+
 
 class StagesResult(Record):
     """One arm on one variant of a case.

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
-from headstart.evidence.report import figures, models, tables, traffic
+from headstart.evidence.report import figures, models, tables, traffic, tuning
 from headstart.evidence.report.reading import KINDS, Compiled, RunFile, benched, results
 from headstart.evidence.report.summary import verdict
 from headstart.evidence.report.tables import Table
@@ -18,6 +18,7 @@ from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
+from headstart.evidence.tuning.results import KeyResult, LeftOut
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
@@ -278,6 +279,24 @@ def _models(files: Sequence[RunFile]) -> list[Section]:
     return [section]
 
 
+def _configurations(files: Sequence[RunFile]) -> list[Section]:
+    found = [one for _, one in results(files, KeyResult)]
+    left = [one for _, one in results(files, LeftOut)]
+    if not found and not left:
+        return []
+    section = Section(
+        "configurations",
+        "Configurations",
+        "The rule's configuration of a kernel beside those one change away, in turn, each held "
+        "against the rule's outputs first. Regret is how much longer the rule's takes than the "
+        "fastest. The ranking has moved where another than the chosen one is faster beyond doubt.",
+    )
+    if found:
+        section.tables += [tuning.keys(found), tuning.points(found), tuning.trials(found)]
+    section.tables += [tuning.left_out(left)] if left else []
+    return [section]
+
+
 def _environment(files: Sequence[RunFile]) -> list[Section]:
     section = Section("environment", "Environment", "Where, when and how each run was made.")
     section.tables.append(tables.environments(files))
@@ -295,5 +314,6 @@ SECTIONS = (
     _statistics,
     _traffic,
     _models,
+    _configurations,
     _environment,
 )

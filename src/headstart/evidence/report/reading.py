@@ -20,6 +20,7 @@ from headstart.evidence.simulated_clock import Promise
 from headstart.evidence.stages import StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
+from headstart.evidence.tuning.results import KeyResult, LeftOut
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
@@ -57,6 +58,7 @@ KINDS: dict[str, Any] = {
     "simulate": Promise,
     "trace": HitShare | Replayed | HitBits | Workload,
     "model": ModelResult,
+    "tune": KeyResult | LeftOut,
 }
 """Kind of a run -> what one of its results is, in the order in which a report tells them."""
 

@@ -9,6 +9,7 @@ from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
+from headstart.evidence.tuning.results import WITHIN, KeyResult, LeftOut, worst
 
 
 class Verdict(NamedTuple):
@@ -152,6 +153,19 @@ def _model(found: list[Any]) -> tuple[str, bool]:
     return "; ".join(told) or "no two arms timed", failed
 
 
+def _tune(found: list[Any]) -> tuple[str, bool]:
+    points = [point for one in found if isinstance(one, KeyResult) for point in one.points]
+    most = worst(points)
+    moved = sum(point.moved for point in points)
+    left = sum(isinstance(one, LeftOut) for one in found)
+    sentence = (
+        f"by rule at most {most:.1%} longer than by the fastest tried on "
+        f"{_count(points, 'case')} ({len(points):,} calls, {WITHIN:.0%} allowed); the ranking "
+        f"moves with the length on {moved:,}"
+    )
+    return sentence + (f"; left out: {left:,}" if left else ""), most > WITHIN
+
+
 def _count(found: list[Any], name: str) -> str:
     """How many different values a field has: "1 case", "3 targets"."""
     count = len({getattr(one, name) for one in found})
@@ -170,5 +184,6 @@ TOLD = {
     "static": ("kernels", _static),
     "trace": ("traffic", _trace),
     "model": ("models", _model),
+    "tune": ("configurations", _tune),
 }
 """Kind of a run -> what it is about, and what tells how it came out."""

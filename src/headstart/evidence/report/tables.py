@@ -283,14 +283,7 @@ def stages(found: Sequence[StagesResult]) -> Table:
 def kernels(found: Sequence[StagesResult], top: int = 12) -> Table:
     """The stages that take longest, of cases as they stand."""
     rows = [
-        (
-            one.case,
-            one.arm,
-            stage.name,
-            f"{stage.count:g}",
-            f"{stage.microseconds:,.1f}",
-            f"{stage.microseconds / (one.device_us or 1):.1%}",
-        )
+        (one.case, one.arm, *stage.cells(one.device_us))
         for one in found
         if one.variant == AS_IT_STANDS
         for stage in one.stages[:top]

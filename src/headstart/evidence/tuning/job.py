@@ -16,10 +16,13 @@ import torch
 from headstart.evidence import runs
 from headstart.evidence.cases import SMALL, catalogue
 from headstart.evidence.tuning.points import Point, points_of, shortened
-from headstart.evidence.tuning.results import Found
+from headstart.evidence.tuning.results import Found, KeyResult, LeftOut
 from headstart.evidence.tuning.sweep import Plan, Progress, compiled, sweep
 from headstart.runtime.table_files import Table
-from headstart.runtime.tables import Key, device_of
+from headstart.runtime.tables import device_of
+
+NOT_REACHED = "not reached"
+"""Why a key is left out: time was over, or the job was interrupted."""
 
 
 @dataclass
@@ -27,26 +30,32 @@ class Kept:
     """Where what was found goes: a device's table, a run record, or neither.
 
     Both files are written anew after every key, each by one rename: whatever ends the job leaves
-    the keys before it.
+    the keys before it, and in the record what they are not all of.
+
+    found: keys that were swept, and what was found of each. left_out: names of keys that were not,
+    and of points that no kernel computes -> why.
     """
 
     table: Table | None = None
     record: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    found: list[Found] = field(default_factory=list)
+    found: list[KeyResult] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
-    def add(self, found: Found) -> None:
+    def add(self, found: Found, device: torch.device) -> None:
         """Keep a key."""
         import triton
 
-        self.found.append(found)
+        self.found.append(found.result(str(device)))
+        self.left_out.pop(str(found.key), None)
         if self.table is not None:
             day = datetime.now(UTC).date().isoformat()
             self.table = self.table.changed([found.row(triton.__version__, day)])
             self.table.write()
         if self.record is not None:
             beside = self.record.with_name(f".{self.record.name}.{os.getpid()}")
-            runs.save(beside, "tune", [one.result() for one in self.found], self.options)
+            left = [LeftOut(what=what, why=why) for what, why in self.left_out.items()]
+            runs.save(beside, "tune", [*self.found, *left], self.options)
             beside.replace(self.record)
 
 
@@ -98,18 +107,17 @@ def tune(
     progress: Progress = lambda words: None,
     count: Callable[[int], None] = lambda done: None,
     **options: Any,
-) -> list[Key]:
-    """Sweep the keys of a plan and keep what is found; the keys that were left for want of time.
+) -> None:
+    """Sweep the keys of a plan and keep what is found, and what is left out.
 
     seconds: after these no further key is begun. progress, count: told what is done, and after
     each key how many are. options: those of `sweep`.
     """
     began = time.monotonic()
-    left = list(planned.keys)
+    keep.left_out |= {**planned.left_out, **{str(key): NOT_REACHED for key in planned.keys}}
     with compiled(planned, device, jobs, progress):
-        while left and (seconds is None or time.monotonic() - began < seconds):
-            key = left.pop(0)
-            rule, points = planned.keys[key]
-            keep.add(sweep(key, rule, points, device=device, progress=progress, **options))
-            count(len(planned.keys) - len(left))
-    return left
+        for done, (key, (rule, points)) in enumerate(planned.keys.items()):
+            if seconds is not None and time.monotonic() - began >= seconds:
+                return
+            keep.add(sweep(key, rule, points, device=device, progress=progress, **options), device)
+            count(done + 1)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from headstart.evidence.paired import Ratio
 from headstart.evidence.runs import Record
 from headstart.runtime.table_files import Key, Row, RunnerUp
+
+WITHIN = 0.05
+"""Regret up to which the rule is as good as a table."""
 
 
 class Measured(Record):
@@ -70,13 +73,24 @@ class PointResult(Record):
     decided: bool
     moved: bool
 
+    @property
+    def case(self) -> str:
+        """The case of the catalogue that it is, or is a share of.
+
+        >>> PointResult.model_construct(point="oss-16k-win@0.25 reproducible").case
+        'oss-16k-win'
+        """
+        return self.point.split()[0].partition("@")[0]
+
 
 class KeyResult(Record):
     """A key: regret of the rule over its points, what goes into a table, and every trial.
 
     decided: whether the fastest is faster than the rule's beyond doubt; else the rule's is chosen.
+    trials: the rule's first.
     """
 
+    device: str
     operation: str
     kernel: str
     key: str
@@ -86,6 +100,37 @@ class KeyResult(Record):
     regret: float
     points: tuple[PointResult, ...]
     trials: tuple[TrialResult, ...]
+
+    COLUMNS: ClassVar = (
+        "key", "chosen", "ratio", "second", "rule's regret", "points", "tried", "out"
+    )  # fmt: skip
+    """Of a table of keys."""
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """What stands in them; second: how much longer it takes than the chosen one, as a ratio."""
+        ranked = sorted((x.mean, i) for i, x in enumerate(self.trials) if x.mean is not None)
+        others = [(mean, self.trials[i].configuration) for mean, i in ranked]
+        (chosen,) = (mean for mean, one in others if one == self.chosen)
+        second = next(((mean, one) for mean, one in others if one != self.chosen), None)
+        return (
+            self.key,
+            changes(self.rule, self.chosen),
+            f"{chosen:.3f}",
+            "-" if second is None
+            else f"{second[0] / chosen:.3f} {changes(self.chosen, second[1])}",
+            f"{self.regret:.1%}",
+            len(self.points),
+            len(self.trials),
+            sum(bool(trial.refused) for trial in self.trials),
+        )  # fmt: skip
+
+
+class LeftOut(Record):
+    """A key that was not swept, or a point that no kernel computes, and why."""
+
+    what: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -136,9 +181,10 @@ class Found:
             )
         return found
 
-    def result(self) -> KeyResult:
+    def result(self, device: str) -> KeyResult:
         """As a record holds it."""
         return KeyResult(
+            device=device,
             operation=self.key.operation,
             kernel=self.key.kernel,
             key=str(self.key),
@@ -169,19 +215,16 @@ class Found:
         return Row(self.key, chosen.configuration, times, second, triton, date)
 
 
-def changes(rule: Any, other: Any) -> str:
-    """What a configuration changes, in words: "BN 32 -> 64", or "the rule's".
+def changes(rule: Mapping[str, int], other: Mapping[str, int]) -> str:
+    """What a configuration changes, in words, or "the rule's".
 
-    >>> from headstart.ops.gated_delta_rule.passes.config import PrepareConfig
-    >>> changes(PrepareConfig(64, 8), PrepareConfig(64, 4))
+    >>> changes({"BC": 64, "warps": 8}, {"BC": 64, "warps": 4})
     'warps 8 -> 4'
     """
-    before, after = asdict(rule), asdict(other)
-    words = [f"{x} {before[x]} -> {after[x]}" for x in before if before[x] != after[x]]
+    words = [f"{x} {rule[x]} -> {other[x]}" for x in rule if rule[x] != other[x]]
     return ", ".join(words) or "the rule's"
 
 
-def worst(found: Iterable[Found]) -> float:
-    """The largest regret of the rule on any point of any key that is beyond doubt; else 0."""
-    regrets = (p.rule_regret for one in found for p in one.points() if p.decided)
-    return max(regrets, default=0.0)
+def worst(points: Iterable[PointResult]) -> float:
+    """The largest regret of the rule on any of the points that is beyond doubt; else 0."""
+    return max((point.rule_regret for point in points if point.decided), default=0.0)
