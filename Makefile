@@ -13,7 +13,7 @@ MODEL ?= tiny-qwen3-next
 PROMPT ?= $(shell $(BIN)/python -c 'from headstart import checkpoints; print(checkpoints.sample_text())' 2>/dev/null)
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
-BENCHMARKS ?= $(filter-out %_device.py,$(sort $(wildcard benchmarks/*.py)))
+BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
 
 # Two workers on two cores: one thread each, or they fight over the cores.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1

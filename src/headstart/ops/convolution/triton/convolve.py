@@ -345,15 +345,15 @@ class Histories:
         return self.first.stride(0), self.end.stride(0)
 
 
-def convolve(call: ConvolutionCall, config: Config | None = None, rows: int = 0) -> Convolution:
-    """Run a bound call; config and rows stand in for the rule's, to measure them."""
+def convolve(call: ConvolutionCall) -> Convolution:
+    """Run a bound call."""
     state, target, x = call.state, call.snapshots, call.x
     count, room = entries(call.schedule)
     key = Key("causal_conv1d", "convolve", (call.channels, call.width), x.dtype)
     rule = partial(Config.rule, call.channels, x.dtype)
-    config = config or configuration(key, x.device, rule)
+    config = configuration(key, x.device, rule)
     blocks = triton.cdiv(call.channels, config.channels)
-    rows = rows or rows_of_a_program(x.shape[0], blocks, processors(x.device), config.unroll)
+    rows = rows_of_a_program(x.shape[0], blocks, processors(x.device), config.unroll)
     shape = (call.width - 1, call.channels)
     ints = partial(device_ints, device=x.device)
 

@@ -140,15 +140,13 @@ def workspace_bytes(call: ExtendCall) -> int:
     return layout_bytes(layout(call, config, scratch_rows(call.plan, cut_of(call, config))))
 
 
-def run(
-    call: ExtendCall, config: Config | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute the call; config stands in for the rule's, to measure it."""
+def run(call: ExtendCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute the call."""
     from headstart.ops.extend_attention.triton.extend import extend_kernel
     from headstart.ops.extend_attention.triton.pieces import join_kernel
     from headstart.ops.extend_attention.triton.unified import unified_kernel
 
-    config = config or configured(call)
+    config = configured(call)
     o, lse = outputs(call)
     total = call.q.shape[0]
     if not total:
@@ -170,15 +168,7 @@ def run(
 
 
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], config: Config) -> None:
-    """Launch a kernel with the arguments it names."""
-    named, options = launch_arguments(kernel, given, config)
-    launcher.start(kernel, grid, named, **options)
-
-
-def launch_arguments(
-    kernel: Any, given: dict[str, Any], config: Config
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments that a kernel names, and the compiler's options.
+    """Launch a kernel with the arguments it names.
 
     Without contraction into fused multiply-adds: one loop must give the bits of another.
     """
@@ -186,7 +176,7 @@ def launch_arguments(
     options["enable_fp_fusion"] = False
     if config.registers:
         options["maxnreg"] = config.registers
-    return {name: given[name] for name in kernel.arg_names}, options
+    launcher.start(kernel, grid, given, **options)
 
 
 def outputs(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -33,7 +33,7 @@ class Config:
 # Kind of device -> width of a row (the wider of D and DV, padded) -> configuration.
 # Small tiles, several programs on a multiprocessor, where rows are narrow; tiles of 128 rows where
 # two of 64 would not fit beside each other. Those of "hopper" for the default kernel were the
-# fastest of benchmarks/extend_attention_device.py on an H200, of the reproducible one that of width
+# fastest of several on an H200 (`headstart tune` tries such), of the reproducible one that of width
 # 64; all others follow from registers and shared memory alone: they were compiled, not run.
 FULL = {
     "hopper": {
