@@ -5,8 +5,9 @@ import inspect
 
 import torch
 import transformers
+from tests.implementations import DEVICE, KERNELS
 
-from headstart.integrations.transformers import enable
+from headstart.integrations.transformers import enable, statistics
 
 VOCABULARY = 97
 # transformers 5.24 renamed the argument
@@ -99,7 +100,7 @@ def make(family: str, dtype: torch.dtype = torch.float32):
                 torch.nn.init.normal_(parameters["sinks"])
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
-    return model.to(dtype)
+    return model.to(DEVICE, dtype)
 
 
 @functools.cache
@@ -111,7 +112,20 @@ def pair(family: str, dtype: torch.dtype = torch.float32):
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random token ids other than the padding's 0."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCABULARY, shape, generator=generator)
+    return torch.randint(1, VOCABULARY, shape, generator=generator).to(DEVICE)
+
+
+def served_calls(model) -> dict[tuple[str, str], int]:
+    """(layer kind, operation) -> calls of an enabled model; all of this device's implementations.
+
+    On a CPU that is `torch`; where kernels are tested nothing else may run.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for (kind, operation, who), count in statistics(model).calls.items():
+        if (who == "torch") == KERNELS:
+            raise ValueError(f"{operation} in {kind}: ran {who} on {DEVICE}")
+        found[kind, operation] = found.get((kind, operation), 0) + count
+    return found
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -153,12 +167,12 @@ def left_padding(length: int, *pads: int) -> torch.Tensor:
     mask = torch.ones(len(pads), length, dtype=torch.long)
     for n, pad in enumerate(pads):
         mask[n, :pad] = 0
-    return mask
+    return mask.to(DEVICE)
 
 
 def alone(own, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Own logits of every sequence of a padded batch, each computed without the others."""
-    logits = torch.zeros(*ids.shape, own.config.vocab_size, dtype=own.dtype)
+    logits = torch.zeros(*ids.shape, own.config.vocab_size, dtype=own.dtype, device=ids.device)
     for n, row in enumerate(mask.bool()):
         if row.any():
             logits[n, row] = own(ids[n : n + 1, row]).logits[0]

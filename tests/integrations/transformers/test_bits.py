@@ -13,6 +13,8 @@ from tests.integrations.transformers.models import CACHE, make, steps_of, tokens
 import headstart
 from headstart.integrations.transformers import HybridCache, enable, observe
 
+pytestmark = pytest.mark.kernels
+
 T = 203
 ROWS = {
     "causal_conv1d": ("x",),

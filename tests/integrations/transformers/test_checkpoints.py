@@ -4,10 +4,13 @@ Random weights hide errors; real activations, gates, decays and sinks do not.
 """
 
 import functools
+import math
+import random
 
 import pytest
 import torch
 import transformers
+from tests.implementations import DEVICE
 from tests.integrations.transformers.models import (
     CACHE,
     alone,
@@ -21,8 +24,14 @@ from headstart import checkpoints
 from headstart.checkpoints.recall import answered, recall_prompt
 from headstart.integrations.transformers import HybridCache, enable
 
+pytestmark = pytest.mark.kernels
+
 NEAR = 2e-5
 RECALL = 640
+TEXT = 1200
+NEW = 4
+MARGIN = 1e-4
+"""Of the two largest logits: below it they are a near-tie."""
 
 
 @pytest.fixture(params=checkpoints.names())
@@ -32,20 +41,20 @@ def checkpoint(request) -> str:
     return request.param
 
 
-@functools.cache
-def _pair(name):
+def _load(name, dtype=torch.float32):
     with torch.inference_mode(False):
-        own, served = (
-            transformers.AutoModelForCausalLM.from_pretrained(
-                checkpoints.path(name), dtype=torch.float32
-            ).eval()
-            for _ in range(2)
-        )
-    return own, enable(served)
+        folder = checkpoints.path(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to(DEVICE).eval()
+
+
+@functools.cache
+def _pair(name, dtype=torch.float32):
+    return _load(name, dtype), enable(_load(name, dtype))
 
 
 def _bytes(data: bytes) -> torch.Tensor:
-    return torch.tensor(list(data))[None]
+    return torch.tensor(list(data), device=DEVICE)[None]
 
 
 @functools.cache
@@ -99,6 +108,54 @@ def test_greedy_tokens(checkpoint):
     assert torch.equal(served.generate(ids[:, :300], **arguments, **{CACHE: hit}), wanted)
 
 
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-3)])
+def test_perplexity(checkpoint, dtype, within):
+    """Of the sample's text, and the tokens of all rows that are no near-ties."""
+    own, served = _pair(checkpoint, dtype)
+    ids = _bytes(checkpoints.sample_text().read_bytes()[:TEXT])
+    wanted = own(ids).logits[0].float()
+    best = wanted.topk(2).values
+    clear = best[:, 0] - best[:, 1] > (1e-4 if dtype == torch.float32 else 0.5)
+    assert clear.float().mean() > 0.5
+    losses = [torch.nn.functional.cross_entropy(wanted[:-1], ids[0, 1:]).item()]
+    for cache, sizes in ((None, [TEXT]), (HybridCache(served), [400])):
+        found = stepped(served, ids, steps_of(TEXT, sizes), cache)[0].float()
+        losses.append(torch.nn.functional.cross_entropy(found[:-1], ids[0, 1:]).item())
+        assert abs(math.exp(losses[-1] - losses[0]) - 1) < within
+        assert torch.equal(found.argmax(-1)[clear], wanted.argmax(-1)[clear])
+
+
+def test_a_hundred_prompts(checkpoint):
+    """Greedy tokens are the model's own up to the first near-tie."""
+    own, served = _pair(checkpoint)
+    text = checkpoints.sample_text().read_bytes()
+    drawn = random.Random(7)
+    compared = 0
+    for _ in range(100):
+        begin, length = drawn.randrange(len(text) - 200), drawn.randint(1, 200)
+        prompt = _bytes(text[begin : begin + length])
+        own_cache = transformers.DynamicCache(config=own.config)
+        wanted, margins = _greedy(own, prompt, own_cache)
+        found, _ = _greedy(served, prompt, HybridCache(served))
+        for mine, theirs, margin in zip(found, wanted, margins, strict=True):
+            if margin <= MARGIN:
+                break
+            assert mine == theirs
+            compared += 1
+    assert compared > 95 * NEW
+
+
+def _greedy(model, ids, cache):
+    """`NEW` tokens after a prompt, and by how much each one's logit leads."""
+    tokens, margins = [], []
+    for _ in range(NEW):
+        best = model(ids, **{CACHE: cache}).logits[0, -1].topk(2)
+        tokens.append(best.indices[0].item())
+        margins.append((best.values[0] - best.values[1]).item())
+        ids = best.indices[None, :1]
+    return tokens, margins
+
+
 def test_recall(checkpoint):
     """The same questions are answered however the prompt was prefilled."""
     own, served = _pair(checkpoint)
@@ -117,10 +174,7 @@ def test_recall(checkpoint):
 def test_wrong_weights_would_be_seen(checkpoint):
     """One layer's decays or sinks a little off move the logits far past the tolerance."""
     ids, wanted = _text(checkpoint)
-    with torch.inference_mode(False):
-        other = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoints.path(checkpoint), dtype=torch.float32
-        ).eval()
+    other = _load(checkpoint)
     for name, parameter in other.named_parameters():
         if name.endswith(("A_log", "sinks")):
             parameter.data += 0.01

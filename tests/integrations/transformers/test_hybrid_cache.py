@@ -22,6 +22,8 @@ from tests.integrations.transformers.models import (
 
 from headstart.integrations.transformers import HybridCache, disable, enable
 
+pytestmark = pytest.mark.kernels
+
 T = 203
 NEAR = 2e-5
 HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
@@ -351,7 +353,7 @@ def test_padding_after_and_between_the_tokens():
     """A hybrid cache counts tokens, so a turn may be padded at its right, and another follow."""
     for family in ("qwen3.5", "gpt-oss"):
         own, served = pair(family)
-        ids, mask = tokens(2, 150), torch.ones(2, 150, dtype=torch.long)
+        ids, mask = tokens(2, 150), torch.ones_like(tokens(2, 150))
         mask[0, 60:80] = 0
         for cache in (HybridCache(served), transformers.DynamicCache(config=served.config)):
             if family == "gpt-oss" and isinstance(cache, transformers.DynamicCache):
@@ -370,7 +372,7 @@ def test_the_mask_may_not_contradict_the_cache(family):
     cache = HybridCache(served)
     _logits(served, ids[:, :100], cache, attention_mask=mask[:, :100])
     with pytest.raises(ValueError, match=r"attention_mask: .*\[100, 50\].*got \[100, 100\]"):
-        _logits(served, ids[:, 100:], cache, attention_mask=torch.ones(2, 120))
+        _logits(served, ids[:, 100:], cache, attention_mask=torch.ones_like(mask))
     with pytest.raises(ValueError, match="attention_mask"):
         _logits(served, ids[:, 100:], cache, attention_mask=mask[:, 100:])
 

@@ -14,6 +14,8 @@ from tests.integrations.transformers.test_bits import Cold
 from headstart.integrations.snapshot_policy import SnapshotPolicy
 from headstart.integrations.transformers import HybridCache, PrefixCache, enable
 
+pytestmark = pytest.mark.kernels
+
 T = 203
 NEAR = 2e-5
 HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")

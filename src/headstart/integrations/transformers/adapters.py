@@ -21,6 +21,7 @@ from headstart.integrations.transformers import layers
 from headstart.integrations.transformers.caches import HybridCache, adopt, known_lengths
 from headstart.integrations.transformers.forward import Forward, lengths_of, packed_lengths
 from headstart.integrations.transformers.pages import PagedLayer
+from headstart.integrations.transformers.uncompiled import uncompiled
 from headstart.runtime import dispatch
 from headstart.runtime.checks import expect_choice, expect_flag, shown
 
@@ -52,7 +53,11 @@ class Statistics:
 
 
 class Adapter:
-    """What the layers of one enabled model share."""
+    """What the layers of one enabled model share.
+
+    Positions are facts of the host, so a compiled model is left before its first layer and in each
+    attention layer; what lies between is compiled, once for all lengths.
+    """
 
     def __init__(self, decoder: Any, implementation: str | None, reproducible: bool) -> None:
         self.linear = [m.layer_idx for m in decoder.modules() if _is(m, LINEAR)]
@@ -65,6 +70,7 @@ class Adapter:
         self.hooks: list[Any] = []
         self._current: dict[int, Forward] = {}  # by thread
 
+    @uncompiled
     def begin(self, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """Read the positions of a forward before its first layer (a hook of the decoder)."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -126,6 +132,7 @@ class Adapter:
             )
         return forward
 
+    @uncompiled
     def end(self, decoder: Any, args: tuple, output: Any) -> None:
         """The forward is over, by an error perhaps (a hook of the decoder)."""
         forward = self._current.pop(threading.get_ident(), None)
@@ -190,7 +197,8 @@ def enable(model: Any, *, implementation: str | None = None, reproducible: bool 
     transformers' (or none), whose linear layers become canonical as long as they are empty, and
     `HybridCache`. Left, right and inner padding by attention_mask [B, past + new]; batches packed
     by position_ids that restart at 0 or by cu_seq_lens_q, which leave no cache; steps of any
-    length; `generate`. Call it under torch.inference_mode() or torch.no_grad().
+    length; `generate`; `torch.compile`, for what lies between attention layers. Call it under
+    torch.inference_mode() or torch.no_grad().
 
     While enabled, `model.config` is a copy, since others may share the configuration.
 

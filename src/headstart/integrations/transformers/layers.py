@@ -11,6 +11,7 @@ from headstart import Gate, KVCache
 from headstart.integrations.transformers.caches import HybridCache
 from headstart.integrations.transformers.delta_layer import DeltaLayer
 from headstart.integrations.transformers.pages import PagedLayer
+from headstart.integrations.transformers.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from headstart.integrations.transformers.adapters import Adapter
@@ -32,6 +33,7 @@ def padding_mask(
     return attention_mask
 
 
+@uncompiled
 def attention(
     module: Any,
     query: torch.Tensor,
@@ -101,6 +103,7 @@ def attention(
     return forward.padded(o), None
 
 
+@uncompiled
 def linear_attention(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """The forward of a gated-delta-rule layer of Qwen3-Next or Qwen3.5.
 

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from headstart import ExtendPlan, KVCache
+from headstart.integrations.transformers.uncompiled import uncompiled
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Memory is made by the pool."""
 
+    @uncompiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
