@@ -45,11 +45,10 @@ FORMS = {"deep": Form(3, 1, 168), "wide": Form(3, 2, 168)}
 """deep: fastest for one sequence; wide: two groups share what they read."""
 PREPARE_REGISTERS = 168
 """Three programs of the pass before on a multiprocessor."""
-STEP, WIDE_STEP, WAITING_STEP, TILE, GATHERED_TILE, START = 1.16, 1.78, 1.35, 2.4, 6.0, 20.0
+STEP, WIDE_STEP, WAITING_STEP, TILE, START = 1.16, 1.78, 1.35, 2.4, 20.0
 """Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; in its
 wide form, of two blocks; where it waits for tiles made meanwhile; preparing a tile, of one
-processor; the same where rows are normalised or a tail's, so that threads load them (from the time
-of a layer of 8,192 tokens); until the first tile is there and the last chunk through.
+processor; until the first tile is there and the last chunk through.
 """
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -119,19 +118,17 @@ def _preparers(given: Given) -> int:
     # Chunks are prepared sequence after sequence: more than one would wait for each other.
     if given["N"] > 1 or given["SEGMENTS"] > 1 or left <= 0:
         return 0
-    tile = GATHERED_TILE if given["TILES"] else TILE
-    meanwhile = START + chunks * max(WAITING_STEP, tile * HV / left)
-    return left if meanwhile < chunks * (STEP + tile * HV / there) else 0
+    meanwhile = START + chunks * max(WAITING_STEP, TILE * HV / left)
+    return left if meanwhile < chunks * (STEP + TILE * HV / there) else 0
 
 
 def _rows(given: Given) -> Given:
     """Descriptors of what both kernels read, and what is fixed for both."""
     T = given["T"]
     # A call without tokens may still fold a tail: then nothing is read from q, k and v.
-    q, k, v = (given[name] if given["q"].shape[0] else T for name in "qkv")
+    q, k = (given[name] if given["q"].shape[0] else T for name in "qk")
     return {
         "q_rows": _described(q, given["K"]), "k_rows": _described(k, given["K"]),
-        "v_rows": _described(v, COLUMNS),
         "T": _described(T, CHUNK), "P": _described(given["P"], CHUNK),
         "T_rows": T, "P_rows": given["P"],
     }  # fmt: skip
@@ -146,18 +143,14 @@ def _prepare(given: Given, items: int) -> None:
         given | _rows(given),
         num_warps=4,
         maxnreg=PREPARE_REGISTERS,
+        enable_fp_fusion=False,
     )
 
 
 def _scan(given: Given, pieces: int) -> None:
-    K, V, HV = given["K"], given["V"], given["HV"]
-    T, tiles = given["T"], given["TILES"]
-    own = _rows(given)
-    own |= {
-        "q_chunks": _described(given["q_tiles"], K) if tiles else own["q_rows"],
-        "k_chunks": _described(given["k_tiles"], K) if tiles else own["k_rows"],
-        "o_rows": _described(given["o"] if given["q"].shape[0] else T, COLUMNS),
-    }  # fmt: skip
+    V, HV = given["V"], given["HV"]
+    v, o = (given[name] if given["q"].shape[0] else given["T"] for name in "vo")
+    own = _rows(given) | {"v_rows": _described(v, COLUMNS), "o_rows": _described(o, COLUMNS)}
     preparers = _preparers(given)
     blocks, there = V // COLUMNS * HV, processors(given["q"].device)
     # Most rows of the table are none where sequences are spread over spans.
@@ -169,7 +162,9 @@ def _scan(given: Given, pieces: int) -> None:
         "BV": COLUMNS, "STAGES": form.stages, "GROUPS": form.groups, "PREPARERS": preparers,
     }  # fmt: skip
     grid = (preparers + blocks * pieces // form.groups,)
-    start(scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers)
+    start(
+        scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers, enable_fp_fusion=False
+    )
 
 
 def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:

@@ -11,8 +11,10 @@ without full products. With 16 rows a warp and A, T in blocks of 16 x 16,
     D_x = (I + A_xx)^-1    T_ww = D_w    T_wx = -(sum over x < y <= w of T_wy A_yx) D_x
 
 so a warp computes its own rows of T from right to left and waits for no other; D_w by block
-substitution T <- T - T M T as in `passes/inverse.py`, a warp for itself. Whether a row of v is
-finite is what its product with zeros says.
+substitution T <- T - T M T as in `passes/inverse.py`, a warp for itself. v is not read: the scan
+looks whether its rows are finite. Where rows are normalised here, k is rounded before any use, as a
+cache keeps it, and what each row was multiplied by is left for the scan, which reads the raw rows
+again; 1 / |q| joins the scale of its row, `q_reads`.
 """
 
 # Kernels are written in Gluon, which reads other types than Python's.
@@ -20,7 +22,6 @@ finite is what its product with zeros says.
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false
-# ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headstart.ops.gated_delta_rule.hopper.gluon import copy_in, copy_out, thread_barrier
+from headstart.ops.gated_delta_rule.hopper.gluon import (
+    copy_in,
+    copy_out,
+    reinterpret,
+    thread_barrier,
+)
 
 VARYING = ["first_item"]
 SLOTS = ["slots"]
@@ -141,15 +147,24 @@ def inverse_norms(x):
 
 
 @gluon.jit
+def normalise(k_tile, low, start, LINES: gl.constexpr):
+    """Normalise rows of the call in shared memory; those of a tail are. Returns by what."""
+    new = low + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES)) >= start
+    x = k_tile.load(LINES)
+    # In float32, which gives back what it is given: pairs are rounded at once.
+    by = gl.where(new, inverse_norms(x), 1.0)
+    k_tile.store((x.to(gl.float32) * by[:, None]).to(x.dtype))
+    return by
+
+
+@gluon.jit
 def gather_keys(
-    q, k, q_tiles, k_tiles, tail_k, q_tile, k_tile, source, low, start, end, held, stands,
-    slot, local, head, key_head, q_token, q_head, k_token, k_head,
-    tail_k_slot, tail_k_head, tail_rows, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
+    q, k, tail_k, q_tile, k_tile, source, low, start, end, held, stands, slot, key_head,
+    q_token, q_head, k_token, k_head, tail_k_slot, tail_k_head, tail_rows,
+    K: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """Rows of q and k, those of a tail included, to shared memory and to the scan's tiles."""
+    """Rows of q and k, those of a tail included, to shared memory."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    dtype: gl.constexpr = k.dtype.element_ty
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     columns = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
     at = low + rows
@@ -159,9 +174,6 @@ def gather_keys(
     kk = gl.load(kk + rows[:, None] * k_token + columns[None, :], mask=new, other=0.0)
     qq = q + first_row * q_token + key_head * q_head
     qq = gl.load(qq + rows[:, None] * q_token + columns[None, :], mask=new, other=0.0)
-    if NORMALISE:
-        kk = (kk.to(gl.float32) * inverse_norms(kk)[:, None]).to(dtype)
-        qq = (qq.to(gl.float32) * inverse_norms(qq)[:, None]).to(dtype)
     if CACHED:
         old = (held & (at >= stands) & (at < start))[:, None]
         kept = tail_k + slot * tail_k_slot + key_head * tail_k_head
@@ -169,34 +181,6 @@ def gather_keys(
         kk = gl.where(old, gl.load(kept, mask=old, other=0.0), kk)
     k_tile.store(kk)
     q_tile.store(qq)
-    if TILES:
-        if head % (HV // H) == 0:
-            lines = rows[:, None] * K + columns[None, :]
-            tile = (local * H + key_head).to(gl.int64) * (64 * K)
-            gl.store(k_tiles + tile + lines, kk)
-            gl.store(q_tiles + tile + lines, qq)
-
-
-@gluon.jit
-def gather_values(
-    v, tail_v, v_tile, first_column: gl.constexpr, source, low, start, end, held, stands,
-    slot, head, v_token, v_head, tail_v_slot, tail_v_head, tail_rows,
-    V: gl.constexpr, CACHED: gl.constexpr,
-):  # fmt: skip
-    """64 columns of v's rows, those of a tail included, to shared memory."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    columns = first_column + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
-    at = low + rows
-    new = ((at >= start) & (at < end))[:, None]
-    vv = v + source.to(gl.int64) * v_token + head * v_head
-    vv = gl.load(vv + rows[:, None] * v_token + columns[None, :], mask=new, other=0.0)
-    if CACHED:
-        old = (held & (at >= stands) & (at < start))[:, None]
-        kept = tail_v + slot * tail_v_slot + head * tail_v_head
-        kept += (at % tail_rows)[:, None] * V + columns[None, :]
-        vv = gl.where(old, gl.load(kept, mask=old, other=0.0), vv)
-    v_tile.store(vv)
 
 
 @gluon.jit
@@ -206,10 +190,9 @@ def least_and_most(a, b, c, d):
 
 
 @gluon.jit
-def products_of(q_tile, k_tile, halves, zeros):
-    """K K^T, Q K^T, and v 0: not 0 in rows that are not finite. v comes in two halves."""
+def products_of(q_tile, k_tile):
+    """K K^T and Q K^T."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     products = warpgroup_mma(
         k_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
         use_acc=False, is_async=True,
@@ -218,28 +201,26 @@ def products_of(q_tile, k_tile, halves, zeros):
         q_tile, k_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
         use_acc=False, is_async=True,
     )  # fmt: skip
-    spoiled = warpgroup_mma(
-        halves.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
-    products, p, spoiled = warpgroup_mma_wait(0, deps=[products, p, spoiled])
-    return products, p, spoiled
+    products, p = warpgroup_mma_wait(0, deps=[products, p])
+    return products, p
 
 
 @gluon.jit
 def scores_of(
-    products, p, spoiled, strength, first_spoiled, high_i, rest_i, high_j, rest_j, scale
+    products, p, spoiled, strength, first_spoiled, high_i, rest_i, high_j, rest_j, reads
 ):  # fmt: skip
-    """P, A, whether T may grow, and the first row that is not finite, `first_spoiled` at most."""
+    """P, A, whether T may grow, and the first row that is not finite, `first_spoiled` at most.
+
+    spoiled: not 0 in rows that are not finite otherwise than by their keys; reads: the scale of
+    rows of q.
+    """
     ROW: gl.constexpr = products.type.layout
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
     norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
-    spoiled = gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
     clean_row, wild = gl.reduce(
         (
-            gl.where((spoiled != 0.0) | (norms * 0.0 != 0.0), i, 64),
+            gl.where(norms * 0.0 + spoiled != 0.0, i, 64),
             gl.where(norms * strength > TAME, 1, 0),
         ),
         0,
@@ -251,7 +232,7 @@ def scores_of(
     b = gl.where(i < clean_row, strength, 0.0)[:, None]
     G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
     later = i[:, None] - j[None, :]
-    scores = gl.where((later >= 0) & kept_j, p * (G * scale), 0.0)
+    scores = gl.where((later >= 0) & kept_j, p * (G * reads), 0.0)
     A = gl.where((later > 0) & kept_i, products * G * b, 0.0)
     return scores, A, wild, clean_row
 
@@ -281,23 +262,20 @@ def scratch(dtype: gl.constexpr, K: gl.constexpr, STREAMED: gl.constexpr):
     """Shared memory of whoever prepares one tile after another, or one alone."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     q_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
     k_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
-    halves = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
-    # P and T: where v was, or beside it, so that the next v can come.
-    made = halves
+    # P and T: where q was, or beside it, so that the next q can come.
     if STREAMED:
         made = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
-    zeros = gl.allocate_shared_memory(dtype, [8, 64], FLAT)
+    else:
+        made = reinterpret(q_tile, dtype, [2, 64, 64], SQUARE)
     a_blocks = gl.allocate_shared_memory(gl.float16, [3, 64, 16], BLOCKS)
     d_block = gl.allocate_shared_memory(gl.float16, [64, 16], BLOCKS)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    zeros.store(gl.zeros([8, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
-    return q_tile, k_tile, halves, made, zeros, a_blocks, d_block, bar
+    return q_tile, k_tile, made, a_blocks, d_block, bar
 
 
 @gluon.jit
@@ -313,13 +291,10 @@ def skipped(items, sequences, base, item, head, HV: gl.constexpr, CACHED: gl.con
 
 
 @gluon.jit
-def fetch(
-    rows, shared, local, head,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """Ask for an item's q, k and v where its chunk lies whole in the call's rows."""
-    q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head = rows
-    q_tile, k_tile, halves, bar = shared[0], shared[1], shared[2], shared[7]
+def fetch(rows, shared, local, head, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr):
+    """Ask for an item's q and k where its chunk lies whole in the call's rows."""
+    q_rows, k_rows, sequences, items, first_item, q_head, k_head = rows
+    q_tile, k_tile, bar = shared[0], shared[1], shared[5]
     item = first_item + local
     key_head = head // (HV // H)
     n = gl.load(items + item * 3)
@@ -329,21 +304,16 @@ def fetch(
     end = start + gl.load(sequences + n * 8 + 2)
     source = row + low - start
     if (low >= start) & (low + 64 <= end):
-        bytes: gl.constexpr = 64 * (V + (0 if TILES else 2 * K)) * 2
-        mbarrier.expect(bar, bytes)
-        if not TILES:
-            copy_in(k_rows, [source, key_head * k_head], bar, k_tile)
-            copy_in(q_rows, [source, key_head * q_head], bar, q_tile)
-        for half in gl.static_range(2):
-            column = head * v_head + half * 64
-            copy_in(v_rows, [source, column], bar, halves.index(half))
+        mbarrier.expect(bar, 2 * 64 * K * 2)
+        copy_in(k_rows, [source, key_head * k_head], bar, k_tile)
+        copy_in(q_rows, [source, key_head * q_head], bar, q_tile)
 
 
 @gluon.jit
 def prepare_item(
     rows, given, shared, local, head, phase, following, count,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr, STREAMED: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
     """T and P of an item's head, whose tiles were asked for; the phase of the barrier after it.
 
@@ -352,14 +322,14 @@ def prepare_item(
     """
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WIDE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     (
-        T, P, T_rows, P_rows,
-        q, k, v, q_tiles, k_tiles, tail_k, tail_v,
+        T, P, T_rows, P_rows, q, k, tail_k, k_norms, q_reads,
         sums, from_start, strengths, clean, base, sequences, items, slots,
-        first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+        first_item, scale, q_token, q_head, k_token, k_head,
+        tail_k_slot, tail_k_head, tail_rows,
     ) = given  # fmt: skip
-    q_tile, k_tile, halves, made, zeros, a_blocks, d_block, bar = shared
+    q_tile, k_tile, made, a_blocks, d_block, bar = shared
     dtype: gl.constexpr = k.dtype.element_ty
     item = first_item + local
     key_head = head // (HV // H)
@@ -391,34 +361,37 @@ def prepare_item(
     rest_i = gl.load(sums + two + HV * 64 + i)
     high_j = gl.load(sums + two + j)
     rest_j = gl.load(sums + two + HV * 64 + j)
-    if TILES or not whole:
-        gather_keys(
-            q, k, q_tiles, k_tiles, tail_k, q_tile, k_tile, source, low, start, end, held,
-            stands, slot, local, head, key_head, q_token, q_head, k_token, k_head,
-            tail_k_slot, tail_k_head, tail_rows, H, HV, K, NORMALISE, CACHED, TILES,
-        )  # fmt: skip
-        if not whole:
-            for half in gl.static_range(2):
-                gather_values(
-                    v, tail_v, halves.index(half), half * 64, source, low, start, end,
-                    held, stands, slot, head, v_token, v_head,
-                    tail_v_slot, tail_v_head, tail_rows, V, CACHED,
-                )  # fmt: skip
-        fence_async_shared()
-        thread_barrier()
     if whole:
         mbarrier.wait(bar, phase)
         phase = phase ^ 1
+    else:
+        gather_keys(
+            q, k, tail_k, q_tile, k_tile, source, low, start, end, held, stands, slot, key_head,
+            q_token, q_head, k_token, k_head, tail_k_slot, tail_k_head, tail_rows, K, CACHED,
+        )  # fmt: skip
+    reads = scale
+    if NORMALISE:
+        by = normalise(k_tile, low, start, WIDE_LINES)
+        reads = inverse_norms(q_tile.load(WIDE_LINES)) * scale
+        at = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_LINES))
+        gl.store(k_norms + square + at, by)
+        gl.store(q_reads + square + at, reads)
+        reads = gl.convert_layout(reads, gl.SliceLayout(1, ROW))[:, None]
+        fence_async_shared()
+        thread_barrier()
+    elif not whole:
+        fence_async_shared()
+        thread_barrier()
 
-    products, p, spoiled = products_of(q_tile, k_tile, halves, zeros)
+    products, p = products_of(q_tile, k_tile)
     if STREAMED:
         thread_barrier()
         if following < count * HV:
             another = first_item + following // HV
             if not skipped(items, sequences, base, another, following % HV, HV, CACHED):
-                fetch(rows, shared, following // HV, following % HV, H, HV, K, V, TILES)
+                fetch(rows, shared, following // HV, following % HV, H, HV, K)
     scores, A, wild, clean_row = scores_of(
-        products, p, spoiled, strength, first_spoiled, high_i, rest_i, high_j, rest_j, scale
+        products, p, 0.0, strength, first_spoiled, high_i, rest_i, high_j, rest_j, reads
     )
     made.index(0).store(scores.to(dtype))
     inverse, grown = bounded_inverse(A, a_blocks, d_block, wild, dtype)
@@ -447,36 +420,30 @@ def prepare_item(
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def prepare_kernel(
-    q_rows, k_rows, v_rows, T, P,
-    q, k, v, q_tiles, k_tiles, tail_k, tail_v,
+    q_rows, k_rows, T, P, q, k, tail_k, k_norms, q_reads,
     sums, from_start, strengths, clean, base, sequences, items, slots,
-    first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
-    tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
+    first_item, scale, q_token, q_head, k_token, k_head, tail_k_slot, tail_k_head, tail_rows,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """One program per (value head, item); q_rows .. P are descriptors.
-
-    TILES: gathered, normalised rows of q and k are kept for the scan.
-    """
+    """One program per (value head, item); q_rows .. P are descriptors."""
     head = gl.program_id(0)
     local = gl.program_id(1)
     if skipped(items, sequences, base, first_item + local, head, HV, CACHED):
         return
     shared = scratch(k.dtype.element_ty, K, False)
     thread_barrier()
-    rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
+    rows = q_rows, k_rows, sequences, items, first_item, q_head, k_head
     given = (
-        T, P, q, q,
-        q, k, v, q_tiles, k_tiles, tail_k, tail_v,
+        T, P, q, q, q, k, tail_k, k_norms, q_reads,
         sums, from_start, strengths, clean, base, sequences, items, slots,
-        first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+        first_item, scale, q_token, q_head, k_token, k_head,
+        tail_k_slot, tail_k_head, tail_rows,
     )  # fmt: skip
-    fetch(rows, shared, local, head, H, HV, K, V, TILES)
+    fetch(rows, shared, local, head, H, HV, K)
     prepare_item(
         rows, given, shared, local, head, gl.to_tensor(0), 0, 0,
-        H, HV, K, V, NORMALISE, CACHED, TILES, False,
+        H, HV, K, NORMALISE, CACHED, False,
     )  # fmt: skip
     tma.store_wait(0)
 
@@ -484,21 +451,22 @@ def prepare_kernel(
 @gluon.jit
 def prepare_items(
     rows, given, shared, first, step, count,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    NORMALISE: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
     """Heads of `count` items, every step-th from `first` on, beside a scan that waits for them."""
-    items, sequences, base, first_item = given[17], given[16], given[15], given[19]
+    _q_rows, _k_rows, sequences, items, first_item, _q_head, _k_head = rows
+    base = given[13]
     phase = gl.to_tensor(0)
     if first < count * HV:
         item = first_item + first // HV
         if not skipped(items, sequences, base, item, first % HV, HV, CACHED):
-            fetch(rows, shared, first // HV, first % HV, H, HV, K, V, TILES)
+            fetch(rows, shared, first // HV, first % HV, H, HV, K)
     for unit in range(first, count * HV, step):
         local = unit // HV
         head = unit % HV
         if not skipped(items, sequences, base, first_item + local, head, HV, CACHED):
             phase = prepare_item(
                 rows, given, shared, local, head, phase, unit + step, count,
-                H, HV, K, V, NORMALISE, CACHED, TILES, True,
+                H, HV, K, NORMALISE, CACHED, True,
             )  # fmt: skip

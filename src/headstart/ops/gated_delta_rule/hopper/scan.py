@@ -1,4 +1,4 @@
-"""The scan for NVIDIA Hopper: one warp copies tiles, four warps run the chain of products.
+"""The scan for NVIDIA Hopper: some warps bring tiles, four warps run the chain of products.
 
     v_new = T beta (v - Gamma_i0 k S)    o = scale Gamma_i0 q S + P v_new
     S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
@@ -6,12 +6,13 @@
 [Gated Delta Networks, arXiv 2412.06464.] The sums of the portable scan (`triton/scan.py`, which
 says where states, tails and snapshots go), one program per GROUPS blocks of V, value head and
 piece. What is particular: S, transposed [BV, K], and every left operand stay in registers; tiles
-of k, q, v, T and P arrive through the tensor memory accelerator in a ring of STAGES; products are
-issued before earlier ones have ended wherever nothing waits for them, and rows of o leave during
-the next chunk. K and V are whole blocks: nothing is masked by column.
+of k, q, v, T and P arrive in a ring of STAGES, see `tiles.py`; products are issued before earlier
+ones have ended wherever nothing waits for them, and rows of o leave during the next chunk. K and V
+are whole blocks: nothing is masked by column.
 
 A tile is copied whole, with rows of other sequences in it. Those take no part: in v by a select, in
-o by a masked store, and in k they are cleared.
+o by a masked store, and in k they are cleared. Rows of q are read as they are: what they are
+normalised by scales what they read.
 """
 
 # Kernels are written in Gluon, which reads other types than Python's.
@@ -34,26 +35,17 @@ from headstart.ops.gated_delta_rule import cutting
 from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_items, scratch
 from headstart.ops.gated_delta_rule.hopper.results import keep_tail, send_rows, store_state
-from headstart.ops.gated_delta_rule.hopper.tiles import GATES, OPENS, copy_tiles, piece_of
+from headstart.ops.gated_delta_rule.hopper.tiles import (
+    GATES,
+    OPENS,
+    copy_tiles,
+    finish_tiles,
+    piece_of,
+)
 
 VARYING = ["first_item", "first_piece", "items_there"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
 IDENTITY, CLOSES = gl.constexpr(cutting.IDENTITY), gl.constexpr(cutting.CLOSES)
-
-
-@gluon.jit
-def clear_rows(k_tile, low, start, end, K: gl.constexpr):
-    """Zero rows of k that are not of the sequence: v_new is 0 there, but 0 * NaN is NaN.
-
-    Two groups that share the tile may both do so: they store the same.
-    """
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    at = low + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    lines = k_tile.load(LINES)
-    own = ((at >= start) & (at < end))[:, None]
-    k_tile.store(gl.where(own, lines, gl.zeros([64, K], k_tile.dtype, LINES)))
-    fence_async_shared()
-    thread_barrier()
 
 
 @gluon.jit
@@ -64,21 +56,22 @@ def chain(
     snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr,
     HAS_PRESENT: gl.constexpr, HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    CACHED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     MAPS: gl.constexpr,
 ):  # fmt: skip
     """Chunk after chunk: products, outputs, states of one block of V."""
     if group >= GROUPS:
         return
     (
-        v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items, pieces,
+        k, v, o, o_rows, k_norms, log_decays, strengths, base, carry, sequences, items, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
         snapshot_position,
         snapshot_end, position, tail_end, tail_k, tail_v, tail_decay, tail_beta, q_ring, k_ring,
         v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, at_piece, head, first_block,
-        first_item, scale, v_token, v_head, o_token, o_head, old_n, old_h, new_n, new_h,
-        snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head, tail_v_slot,
-        tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+        first_item, scale, k_token, k_head, v_token, v_head, o_token, o_head,
+        old_n, old_h, new_n, new_h, snap_n, snap_h, snap_position, position_slot,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+        tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     ) = given  # fmt: skip
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -151,9 +144,6 @@ def chain(
         left = gl.convert_layout(S.to(dtype), BY_ROW)
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         k_tile = k_ring.index(stage)
-        if not TILES:
-            if (low < start) | (low + 64 > end):
-                clear_rows(k_tile, low, start, end, K)
         x = warpgroup_mma(
             left, k_tile.permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
             use_acc=False, is_async=True,
@@ -166,6 +156,9 @@ def chain(
         inside = gate_ring.index(stage * GATES).load(COLUMN)
         strength = gate_ring.index(stage * GATES + 1).load(COLUMN)
         outside = gate_ring.index(stage * GATES + 2).load(COLUMN)
+        reads = scale
+        if NORMALISE and not MAPS:
+            reads = gate_ring.index(stage * GATES + 5).load(COLUMN)
         after = -1
         if HAS_SNAPSHOTS and not MAPS:
             after = gl.load(items + item * 3 + 2)
@@ -188,7 +181,7 @@ def chain(
         if MAPS:
             if before == IDENTITY:
                 values = gl.zeros((BV, 64), gl.float32, ROW)
-        r = (values - x * inside[None, :]) * strength[None, :]
+        r = gl.fma(x, -inside[None, :], values) * strength[None, :]
         if some_left_out:
             taking_part = gate_ring.index(stage * GATES + 3).load(COLUMN)
             r = gl.where((taking_part != 0.0)[None, :], r, 0.0)
@@ -200,7 +193,7 @@ def chain(
         S = S * whole
         if not MAPS:
             y, left = warpgroup_mma_wait(1, deps=[y, left])
-            y = y * (inside * scale)[None, :]
+            y = y * (inside * reads)[None, :]
             if turn > 0:
                 mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
         v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
@@ -251,20 +244,21 @@ def chain(
     if CACHED:
         if write >= 0:
             keep_tail(
-                v, k_tiles, log_decays, strengths, position, tail_end,
+                k, v, k_norms, log_decays, strengths, position, tail_end,
                 tail_k, tail_v, tail_decay, tail_beta, n, head, key_head, block, write,
                 row, start, end, first, begins, last, first_low, first_item, fold,
                 after_all == CLOSES,
-                v_token, v_head, position_slot, tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+                k_token, k_head, v_token, v_head,
+                position_slot, tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
                 tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-                H, HV, K, V, BV,
+                H, HV, K, V, BV, NORMALISE,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def scan_kernel(
-    q_chunks, k_chunks, v_rows, T, P, o_rows, q_rows, k_rows,
-    q, k, v, o, T_rows, P_rows, q_tiles, k_tiles,
+    q_rows, k_rows, v_rows, o_rows, T, P,
+    q, k, v, o, T_rows, P_rows, k_norms, q_reads,
     sums, from_start, to_end, log_decays, strengths, clean, base, carry, sequences, items, pieces,
     slots, old_state, read_slots, present, new_state, write_slots,
     snapshots, snapshot_slots, snapshot_position, snapshot_end,
@@ -281,22 +275,21 @@ def scan_kernel(
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, CACHED: gl.constexpr,
-    NORMALISE: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     PREPARERS: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """One program per (block, head, piece), behind PREPARERS that make T and P meanwhile.
 
-    q_chunks .. k_rows are descriptors.
+    q_rows .. P are descriptors.
     """
     if PREPARERS > 0:
         if gl.program_id(0) < PREPARERS:
-            rows = q_rows, k_rows, v_rows, sequences, items, first_item, q_head, k_head, v_head
+            rows = q_rows, k_rows, sequences, items, first_item, q_head, k_head
             given = (
-                T, P, T_rows, P_rows,
-                q, k, v, q_tiles, k_tiles, tail_k, tail_v,
+                T, P, T_rows, P_rows, q, k, tail_k, k_norms, q_reads,
                 sums, from_start, strengths, clean, base, sequences, items, slots,
-                first_item, scale, q_token, q_head, k_token, k_head, v_token, v_head,
-                tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+                first_item, scale, q_token, q_head, k_token, k_head,
+                tail_k_slot, tail_k_head, tail_rows,
             )  # fmt: skip
             first = gl.program_id(0) * 3
             count = items_there
@@ -308,15 +301,15 @@ def scan_kernel(
                 [
                     (prepare_items, (
                         rows, given, a, first, PREPARERS * 3, count,
-                        H, HV, K, V, NORMALISE, CACHED, TILES,
+                        H, HV, K, NORMALISE, CACHED,
                     )),
                     (prepare_items, (
                         rows, given, b, first + 1, PREPARERS * 3, count,
-                        H, HV, K, V, NORMALISE, CACHED, TILES,
+                        H, HV, K, NORMALISE, CACHED,
                     )),
                     (prepare_items, (
                         rows, given, c, first + 2, PREPARERS * 3, count,
-                        H, HV, K, V, NORMALISE, CACHED, TILES,
+                        H, HV, K, NORMALISE, CACHED,
                     )),
                 ],
                 [4, 4],
@@ -330,56 +323,64 @@ def scan_kernel(
     if gl.load(pieces + at_piece * 6) < 0:
         return
     dtype: gl.constexpr = q.dtype.element_ty
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, K], q_chunks.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k_chunks.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, K], q_rows.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k_rows.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, BV], v_rows.layout)
     T_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], T.layout)
     P_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], P.layout)
     o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, BV], o_rows.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gate_ring = gl.allocate_shared_memory(gl.float32, [STAGES * GATES, 64], PLAIN)
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(landed.index(i), count=2)
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     thread_barrier()
     given = (
-        v, o, o_rows, k_tiles, log_decays, strengths, base, carry, sequences, items, pieces,
+        k, v, o, o_rows, k_norms, log_decays, strengths, base, carry, sequences, items, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
         snapshot_position,
         snapshot_end, position, tail_end, tail_k, tail_v, tail_decay, tail_beta, q_ring, k_ring,
         v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, at_piece, head, block,
-        first_item, scale, v_token, v_head, o_token, o_head, old_n, old_h, new_n, new_h,
-        snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head, tail_v_slot,
-        tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
+        first_item, scale, k_token, k_head, v_token, v_head, o_token, o_head,
+        old_n, old_h, new_n, new_h, snap_n, snap_h, snap_position, position_slot,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+        tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     )  # fmt: skip
     copied = (
-        q_chunks, k_chunks, v_rows, T, P, v, tail_v,
+        q_rows, k_rows, v_rows, T, P, k_norms, q_reads,
         from_start, strengths, to_end, clean, sequences, pieces, base, read_slots,
-        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
-        at_piece, head, block, first_item, q_head, k_head, v_token, v_head,
-        tail_v_slot, tail_v_head, tail_rows,
+        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, landed, empty,
+        at_piece, head, block, first_item, q_head, k_head, v_head,
+    )  # fmt: skip
+    finished = (
+        tail_k, tail_v, sequences, pieces, base, read_slots, k_ring, v_ring, gate_ring, landed,
+        full, at_piece, head, block,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (chain, (
                 given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
                 HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, NORMALISE, STAGES,
                 GROUPS, MAPS,
             )),
             (chain, (
                 given, 1, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
                 HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, TILES, STAGES,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, NORMALISE, STAGES,
                 GROUPS, MAPS,
             )),
             (copy_tiles, (
-                copied, H, HV, K, BV, V, CACHED, TILES, STAGES, GROUPS, PREPARERS > 0, MAPS,
+                copied, H, HV, K, BV, CACHED, NORMALISE, STAGES, GROUPS, PREPARERS > 0, MAPS,
             )),
+            (finish_tiles, (finished, H, HV, K, V, BV, CACHED, NORMALISE, STAGES, GROUPS)),
         ],
-        [4, 1],
-        ([232, 40] if CACHED else [240, 24]) if GROUPS == 2 else [24, 96],
+        [4, 1, 2],
+        [232, 40, 40] if GROUPS == 2 else [24, 96, 96],
     )  # fmt: skip

@@ -167,7 +167,7 @@ def advance(
     COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o, o_token, o_head, new_state, new_n, new_h = outs
-    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales = tiles
+    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales, q_reads = tiles
     row, start, end, held, stands, _slot = place
     dtype: gl.constexpr = k_tile.dtype
     v_tile = halves.index(block)
@@ -188,7 +188,7 @@ def advance(
     whole = gl.sum(gl.where(rows == 63, inside, 0.0), 0)
     vt = v_tile.permute((1, 0)).load(ROW)
     x, left = warpgroup_mma_wait(1, deps=[x, left])
-    r = (vt.to(gl.float32) - x * inside[None, :]) * beta[None, :]
+    r = gl.fma(x, -inside[None, :], vt.to(gl.float32)) * beta[None, :]
     r = gl.where((takes_part != 0.0)[None, :], r, 0.0)
     right = gl.convert_layout(r.to(dtype), BY_ROW)
     v_new = warpgroup_mma(
@@ -196,7 +196,7 @@ def advance(
         use_acc=False, is_async=True,
     )  # fmt: skip
     y, left = warpgroup_mma_wait(1, deps=[y, left])
-    y = y * (inside * scale)[None, :]
+    y = y * (inside * q_reads.load(COLUMN))[None, :]
     v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
     rounded = gl.convert_layout(v_new.to(dtype), BY_ROW)
     out = warpgroup_mma(rounded, P_tile.permute((1, 0)), y, is_async=True)
@@ -345,6 +345,7 @@ def short_kernel(
         zeros,
         gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
         gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [64], PLAIN),
     )
     place = row, start, end, held, stands, slot
     rows = (

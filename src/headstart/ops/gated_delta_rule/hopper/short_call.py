@@ -61,7 +61,7 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
     }  # fmt: skip
     with current(call.device):
         grid = (programs * (2 // halves),)
-        start(short_kernel, grid, given, num_warps=4, maxnreg=REGISTERS)
+        start(short_kernel, grid, given, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False)
 
 
 def _fits(call: GatedDeltaCall) -> bool:

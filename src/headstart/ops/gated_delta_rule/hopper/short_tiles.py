@@ -5,7 +5,8 @@
 
 [Gated Delta Networks, arXiv 2412.06464.] The gates are those of `decays`, T and P those of
 `prepare`, in the same products, roundings and order of adding, hence the same bits. All stays in
-shared memory: a tuple of tiles (q, k, both halves of v, T, P, zeros, sums, scales).
+shared memory: a tuple of tiles (q, k, both halves of v, T, P, zeros, sums, scales, what scales rows
+of q).
 """
 
 # Kernels are written in Gluon, which reads other types than Python's.
@@ -21,12 +22,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, reinterpret, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import (
     bounded_inverse,
     inverse_norms,
+    normalise,
     products_of,
     scores_of,
 )
@@ -83,14 +87,17 @@ def gather(
 
 
 @gluon.jit
-def normalise(tile, place, low, LINES: gl.constexpr):
-    """Normalise the rows of the call; those of a tail are."""
-    row, start, end, held, stands, slot = place
-    new = low + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES)) >= start
-    x = tile.load(LINES)
-    # In float32, which gives back what it is given: pairs are rounded at once.
-    by = gl.where(new, inverse_norms(x), 1.0)
-    tile.store((x.to(gl.float32) * by[:, None]).to(x.dtype))
+def spoiled_rows(halves, zeros):
+    """v 0: not 0 in rows that are not finite. v comes in two halves."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    spoiled = warpgroup_mma(
+        halves.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    spoiled = warpgroup_mma(halves.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
+    spoiled = warpgroup_mma_wait(0, deps=[spoiled])
+    return gl.convert_layout(gl.sum(spoiled, 1), gl.SliceLayout(1, ROW))
 
 
 @gluon.jit
@@ -165,7 +172,7 @@ def make_tiles(
         q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head,
         tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
     ) = rows  # fmt: skip
-    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales = tiles
+    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales, q_reads = tiles
     row, start, end, held, stands, slot = place
     dtype: gl.constexpr = k.dtype.element_ty
     gather(
@@ -183,20 +190,25 @@ def make_tiles(
         gates, place, low, head, sums, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, CACHED
     )
     async_copy.wait_group(0)
+    # What scales rows of q, which are read as they are.
+    reads = gl.full([64], scale, gl.float32, gl.SliceLayout(1, WIDE_LINES))
     if NORMALISE:
-        normalise(k_tile, place, low, WIDE_LINES)
-        normalise(q_tile, place, low, WIDE_LINES)
+        normalise(k_tile, low, start, WIDE_LINES)
+        reads = inverse_norms(q_tile.load(WIDE_LINES)) * scale
+    q_reads.store(reads)
     fence_async_shared()
     thread_barrier()
 
-    products, p, spoiled = products_of(q_tile, k_tile, halves, zeros)
+    spoiled = spoiled_rows(halves, zeros)
+    products, p = products_of(q_tile, k_tile)
+    reads = q_reads.load(gl.SliceLayout(1, ROW))[:, None]
     high_i = sums.index(0).load(gl.SliceLayout(1, ROW))
     rest_i = sums.index(1).load(gl.SliceLayout(1, ROW))
     beta = sums.index(2).load(gl.SliceLayout(1, ROW))
     high_j = sums.index(0).load(gl.SliceLayout(0, ROW))
     rest_j = sums.index(1).load(gl.SliceLayout(0, ROW))
     scores, A, wild, clean_row = scores_of(
-        products, p, spoiled, beta, first_spoiled, high_i, rest_i, high_j, rest_j, scale
+        products, p, spoiled, beta, first_spoiled, high_i, rest_i, high_j, rest_j, reads
     )
     P_tile.store(scores.to(dtype))
     # Blocks of A and of its diagonal's inverse lie where T will.
@@ -244,7 +256,7 @@ def keep_rows(
         g_token, g_head, beta_token, beta_head,
         tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     ) = gates  # fmt: skip
-    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales = tiles
+    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales, q_reads = tiles
     row, start, end, held, stands, slot = place
     if head % (HV // H) == 0:
         at = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_LINES))

@@ -18,24 +18,21 @@ from headstart.ops.gated_delta_rule.hopper.short import short_kernel
 from headstart.ops.gated_delta_rule.hopper.short_call import REGISTERS
 from headstart.runtime.static import StaticKernel, Target
 
-SCAN = {"q_chunks": 128, "k_chunks": 128, "v_rows": 64, "T": 64, "P": 64, "o_rows": 64,
-        "q_rows": 128, "k_rows": 128}  # fmt: skip
-PREPARE = {"q_rows": 128, "k_rows": 128, "v_rows": 64, "T": 64, "P": 64}
+PREPARE = {"q_rows": 128, "k_rows": 128, "T": 64, "P": 64}
+SCAN = PREPARE | {"v_rows": 64, "o_rows": 64}
 """Arguments that are descriptors -> columns of their blocks."""
 ROWS = {
     "q",
     "k",
     "v",
     "o",
-    "q_tiles",
-    "k_tiles",
     "T_rows",
     "P_rows",
     "tail_k",
     "tail_v",
 }
-FLOATS = {"g", "beta", "a_log", "dt_bias", "from_start", "to_end", "sums", "log_decays",
-          "strengths", "carry", "old_state", "new_state", "snapshots", "tail_decay",
+FLOATS = {"g", "beta", "a_log", "dt_bias", "k_norms", "q_reads", "from_start", "to_end", "sums",
+          "log_decays", "strengths", "carry", "old_state", "new_state", "snapshots", "tail_decay",
           "tail_beta"}  # fmt: skip
 INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
@@ -53,10 +50,10 @@ def kernels(target: Target) -> list[StaticKernel]:
         (("bf16", gl.bfloat16), ("fp16", gl.float16)), (False, True)
     ):
         suffix = f"{kind}{'-cache' if cached else ''}"
-        common: dict[str, Any] = {**sizes, "CACHED": cached, "TILES": cached}
-        own = {**common, "NORMALISE": cached}
+        common: dict[str, Any] = {**sizes, "CACHED": cached}
+        own = {"H": 16, "HV": 32, "K": 128, "CACHED": cached, "NORMALISE": cached}
         name = f"prepare_hopper-K128-V128-{suffix}"
-        options = {"maxnreg": PREPARE_REGISTERS}
+        options = {"maxnreg": PREPARE_REGISTERS, "enable_fp_fusion": False}
         found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
         states = {
             "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
@@ -73,7 +70,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 "CACHED": cached, "SEVERAL": several, "HALVES": halves,
             }  # fmt: skip
             name = f"short_hopper-K128-V128-{'several-' if several else ''}{halves}-{suffix}"
-            options = {"maxnreg": REGISTERS}
+            options = {"maxnreg": REGISTERS, "enable_fp_fusion": False}
             found.append(_kernel(name, short_kernel, {}, own, kind, dtype, options))
         plain = [(form, 0, False) for form in FORMS] + [("deep", 68, False)]
         only_plain = [] if cached else [("deep", 0, True), ("wide", 0, True)]
@@ -86,7 +83,7 @@ def kernels(target: Target) -> list[StaticKernel]:
             }  # fmt: skip
             kind_of = "-beside" if preparers else "-maps" if maps else ""
             name = f"scan_hopper-K128-V128-{form}{kind_of}-{suffix}"
-            options = {"maxnreg": registers}
+            options = {"maxnreg": registers, "enable_fp_fusion": False}
             found.append(_kernel(name, scan_kernel, SCAN, own, kind, dtype, options))
     return found
 

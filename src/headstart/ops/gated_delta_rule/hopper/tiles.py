@@ -1,4 +1,9 @@
-"""What the scan's copying warp does: tiles of chunk after chunk into a ring in shared memory."""
+"""What the scan's other warps do: bring tiles of chunk after chunk into a ring in shared memory.
+
+One warp has tiles copied whole; two make them what the chain of products takes: rows of k are
+normalised, rows of a tail come from the cache, those of other sequences are cleared, and rows of v
+that are not finite are found.
+"""
 
 # Kernels are written in Gluon, which reads other types than Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -8,14 +13,15 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from headstart.ops.gated_delta_rule import cutting
-from headstart.ops.gated_delta_rule.hopper.gluon import copy_in
+from headstart.ops.gated_delta_rule.hopper.gluon import copy_in, reinterpret, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import READY
 
-GATES = gl.constexpr(4)
-"""Vectors of 64 a stage: Gamma_i0, beta, Gamma_Ci, and whether a row takes part."""
+GATES = gl.constexpr(6)
+"""Vectors of 64 a stage: Gamma_i0, beta, Gamma_Ci, whether a row takes part; and where rows are
+normalised what scales those of k, and those of q."""
 OPENS = gl.constexpr(cutting.OPENS)
 
 
@@ -55,13 +61,8 @@ def fence_async_global():
 
 
 @gluon.jit
-def ready_until(
-    clean, item, first_item, last, head, key_head, LEAD: gl.constexpr, HV: gl.constexpr
-):
-    """Wait until `item` is prepared; the first of the next 32 that is not yet, at most `last`.
-
-    LEAD: value heads of a key head, if its tiles come with the first of them alone; else 0.
-    """
+def ready_until(clean, item, first_item, last, head, HV: gl.constexpr):
+    """Wait until `item` is prepared; the first of the next 32 that is not yet, at most `last`."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, 32, layout=LANES)
     tiles = clean + (item - first_item + lanes) * HV
@@ -71,48 +72,23 @@ def ready_until(
     while until == item:
         found = gl.atomic_or(tiles + head, nothing, mask=there, sem="acquire", scope="gpu")
         missing = there & (found < READY)
-        if LEAD > 0:
-            tiles_of_keys = tiles + key_head * LEAD
-            found = gl.atomic_or(tiles_of_keys, nothing, mask=there, sem="acquire", scope="gpu")
-            missing = missing | (there & (found < READY))
         until = item + gl.min(gl.where(missing, lanes, 32), 0)
     fence_async_global()
     return until
 
 
 @gluon.jit
-def gather_values(
-    v, tail_v, values, first_column, source, low, start, end, tail_begins, slot, head,
-    v_token, v_head, tail_v_slot, tail_v_head, tail_rows, V: gl.constexpr, BV: gl.constexpr,
-):  # fmt: skip
-    """Rows of v of a chunk that begins with rows of a tail, to shared memory, by one warp."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    columns = (first_column + gl.arange(0, BV, layout=gl.SliceLayout(0, LINES)))[None, :]
-    kept = tail_v + gl.maximum(slot, 0).to(gl.int64) * tail_v_slot + head * tail_v_head + columns
-    new = v + source.to(gl.int64) * v_token + head * v_head + columns
-    for part in gl.static_range(0, 64, 8):
-        rows = part + gl.arange(0, 8, layout=gl.SliceLayout(1, LINES))
-        at = low + rows
-        old = ((at >= tail_begins) & (at < start))[:, None]
-        there = ((at >= start) & (at < end))[:, None]
-        lines = gl.load(new + rows[:, None] * v_token, mask=there, other=0.0)
-        held = gl.load(kept + (at % tail_rows)[:, None] * V, mask=old, other=0.0)
-        values.slice(part, 8).store(gl.where(old, held, lines))
-
-
-@gluon.jit
 def copy_tiles(
     given, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
-    V: gl.constexpr, CACHED: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, STREAMED: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, stage after stage."""
     (
-        q_chunks, k_chunks, v_rows, T, P, v, tail_v,
+        q_rows, k_rows, v_rows, T, P, k_norms, q_reads,
         from_start, strengths, to_end, clean, sequences, pieces, base, read_slots,
-        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, full, empty,
-        at_piece, head, block, first_item, q_head, k_head, v_token, v_head,
-        tail_v_slot, tail_v_head, tail_rows,
+        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, landed, empty,
+        at_piece, head, block, first_item, q_head, k_head, v_head,
     ) = given  # fmt: skip
     ROWS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     rows = gl.arange(0, 64, layout=ROWS)
@@ -123,67 +99,153 @@ def copy_tiles(
     start = gl.load(sequences + n * 8 + 1)
     end = start + gl.load(sequences + n * 8 + 2)
     tail_begins = start
-    slot = n
     if CACHED:
-        slot = gl.load(read_slots + n)
-        tail_begins = gl.where((slot >= 0) & (start > 0), stands, start)
+        tail_begins = gl.where((gl.load(read_slots + n) >= 0) & (start > 0), stands, start)
     key_head = head // (HV // H)
-    BYTES: gl.constexpr = 64 * (K + 64 + (0 if MAPS else K + 64)) * 2
+    BYTES: gl.constexpr = 64 * (K + 64 + GROUPS * BV + (0 if MAPS else K + 64)) * 2
     until = begins
     for item in range(begins, last):
         turn = item - begins
         stage = turn % STAGES
         low = first_low + (item - first) * 64
-        local = item - first_item
-        tile = local * HV + head
+        tile = (item - first_item) * HV + head
         source = row + low - start
         if STREAMED:
             if item >= until:
-                until = ready_until(
-                    clean, item, first_item, last, head, key_head,
-                    HV // H if HV > H else 0, HV,
-                )  # fmt: skip
+                until = ready_until(clean, item, first_item, last, head, HV)
         inside = gl.load(from_start + tile * 64 + rows)
         strength = gl.load(strengths + tile * 64 + rows)
         outside = gl.load(to_end + tile * 64 + rows)
+        if NORMALISE:
+            norms = gl.load(k_norms + tile * 64 + rows)
+            if not MAPS:
+                reads = gl.load(q_reads + tile * 64 + rows)
         first_spoiled = gl.load(clean + tile) - (READY if STREAMED else 0)
         upper = gl.minimum(first_spoiled, end - low)
         taking_part = gl.where((rows >= tail_begins - low) & (rows < upper), 1.0, 0.0)
-        bar = full.index(stage)
+        bar = landed.index(stage)
         mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-        if CACHED:
-            gathered = low < start
-            mbarrier.expect(bar, BYTES, pred=gathered)
-            mbarrier.expect(bar, BYTES + 64 * GROUPS * BV * 2, pred=low >= start)
-        else:
-            mbarrier.expect(bar, BYTES + 64 * GROUPS * BV * 2)
-        key_tile = (local * H + key_head) * 64
-        if TILES:
-            copy_in(k_chunks, [key_tile, 0], bar, k_ring.index(stage))
-        else:
-            copy_in(k_chunks, [source, key_head * k_head], bar, k_ring.index(stage))
+        mbarrier.expect(bar, BYTES)
+        copy_in(k_rows, [source, key_head * k_head], bar, k_ring.index(stage))
         for group in gl.static_range(GROUPS):
-            values = v_ring.index(stage * GROUPS + group)
-            column = (block + group) * BV
-            if CACHED:
-                if gathered:
-                    gather_values(
-                        v, tail_v, values, column, source, low, start, end, tail_begins, slot,
-                        head, v_token, v_head, tail_v_slot, tail_v_head, tail_rows, V, BV,
-                    )  # fmt: skip
-                else:
-                    copy_in(v_rows, [source, head * v_head + column], bar, values)
-            else:
-                copy_in(v_rows, [source, head * v_head + column], bar, values)
+            column = head * v_head + (block + group) * BV
+            copy_in(v_rows, [source, column], bar, v_ring.index(stage * GROUPS + group))
         copy_in(T, [tile * 64, 0], bar, T_ring.index(stage))
         if not MAPS:
-            if TILES:
-                copy_in(q_chunks, [key_tile, 0], bar, q_ring.index(stage))
-            else:
-                copy_in(q_chunks, [source, key_head * q_head], bar, q_ring.index(stage))
+            copy_in(q_rows, [source, key_head * q_head], bar, q_ring.index(stage))
             copy_in(P, [tile * 64, 0], bar, P_ring.index(stage))
         gate_ring.index(stage * GATES).store(inside)
         gate_ring.index(stage * GATES + 1).store(strength)
         gate_ring.index(stage * GATES + 2).store(outside)
         gate_ring.index(stage * GATES + 3).store(taking_part)
+        if NORMALISE:
+            gate_ring.index(stage * GATES + 4).store(norms)
+            if not MAPS:
+                gate_ring.index(stage * GATES + 5).store(reads)
+        thread_barrier()
         mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def normalise_keys(k_tile, norms, K: gl.constexpr):
+    """Multiply rows of k by what `prepare` found, in the same way."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
+    for part in gl.static_range(0, 64, 16):
+        lines = k_tile.slice(part, 16)
+        x = lines.load(LINES)
+        by = norms.slice(part, 16).load(gl.SliceLayout(1, LINES))
+        lines.store((x.to(gl.float32) * by[:, None]).to(x.dtype))
+
+
+@gluon.jit
+def own_rows(
+    tile, kept, tail_rows, first_column, low, start, end, tail_begins,
+    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, CACHED: gl.constexpr,
+):  # fmt: skip
+    """Rows of a tail from the cache, at kept [R, WIDTH]; rows of other sequences are cleared."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [2, 1], [1, 0])
+    columns = (first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LINES)))[None, :]
+    for part in gl.static_range(0, 64, 8):
+        at = low + part + gl.arange(0, 8, layout=gl.SliceLayout(1, LINES))
+        lines = tile.slice(part, 8)
+        x = lines.load(LINES)
+        new = ((at >= start) & (at < end))[:, None]
+        x = gl.where(new, x, gl.zeros([8, COLUMNS], x.dtype, LINES))
+        if CACHED:
+            old = ((at >= tail_begins) & (at < start))[:, None]
+            held = gl.load(kept + (at % tail_rows)[:, None] * WIDTH + columns, mask=old, other=0.0)
+            x = gl.where(old, held, x)
+        lines.store(x)
+
+
+@gluon.jit
+def odd_words(tile, BV: gl.constexpr):
+    """A tile in words of two numbers: not 0 where one of them is not finite, by row."""
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
+    half: gl.constexpr = tile.dtype == gl.float16
+    exponents: gl.constexpr = 0x7C007C00 if half else 0x7F807F80
+    carry: gl.constexpr = 0x04000400 if half else 0x00800080
+    words = reinterpret(tile, gl.int32, [64, BV // 2], WORDS).load(LINES)
+    # An exponent of ones overflows into its number's sign.
+    return ((words & exponents) + carry) & -0x7FFF8000
+
+
+@gluon.jit
+def finish_tiles(
+    given, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+    CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Make every stage that has landed what the chain takes."""
+    (
+        tail_k, tail_v, sequences, pieces, base, read_slots, k_ring, v_ring, gate_ring, landed,
+        full, at_piece, head, block,
+        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
+    ) = given  # fmt: skip
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    n, first, begins, last, first_low, _before, _after, stands = piece_of(
+        pieces, at_piece, sequences, base, head, HV, CACHED
+    )
+    start = gl.load(sequences + n * 8 + 1)
+    end = start + gl.load(sequences + n * 8 + 2)
+    tail_begins = start
+    slot = n.to(gl.int64)
+    if CACHED:
+        slot = gl.load(read_slots + n).to(gl.int64)
+        tail_begins = gl.where((slot >= 0) & (start > 0), stands, start)
+        slot = gl.maximum(slot, 0)
+    keys = tail_k + slot * tail_k_slot + head // (HV // H) * tail_k_head
+    values = tail_v + slot * tail_v_slot + head * tail_v_head
+    for item in range(begins, last):
+        turn = item - begins
+        stage = turn % STAGES
+        low = first_low + (item - first) * 64
+        mbarrier.wait(landed.index(stage), turn // STAGES & 1)
+        k_tile = k_ring.index(stage)
+        if NORMALISE:
+            normalise_keys(k_tile, gate_ring.index(stage * GATES + 4), K)
+        if (low < start) | (low + 64 > end):
+            own_rows(
+                k_tile, keys, tail_rows, 0, low, start, end, tail_begins, K, K, CACHED
+            )  # fmt: skip
+            for group in gl.static_range(GROUPS):
+                own_rows(
+                    v_ring.index(stage * GROUPS + group), values, tail_rows, (block + group) * BV,
+                    low, start, end, tail_begins, BV, V, CACHED,
+                )  # fmt: skip
+        odd = odd_words(v_ring.index(stage * GROUPS), BV)
+        if GROUPS == 2:
+            odd = odd | odd_words(v_ring.index(stage * GROUPS + 1), BV)
+        if gl.reduce_or(odd.reshape([32 * BV]), 0) != 0:
+            # From the first such row on rows count as empty, and what they read is NaN.
+            spoiled = gl.reduce_or(odd, 1) != 0
+            row = gl.arange(0, 64, layout=spoiled.type.layout)
+            upper = gl.min(gl.where(spoiled, row, 64), 0)
+            kept = gl.arange(0, 64, layout=ROWS) < upper
+            inside = gate_ring.index(stage * GATES)
+            taking_part = gate_ring.index(stage * GATES + 3)
+            inside.store(gl.where(kept, inside.load(ROWS), float("nan")))
+            taking_part.store(gl.where(kept, taking_part.load(ROWS), 0.0))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)

@@ -149,8 +149,9 @@ def _arguments(call: GatedDeltaCall, stores: Stores, plan: Plan) -> Given:
         name: workspace.buffer(name, shape, dtype) for name, (shape, dtype) in plan.shapes.items()
     }
     names = (
-        "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles", "keys", "clean", "from_start",
-        "to_end", "whole_decay", "sums", "strengths", "log_decays", "base", "carry",
+        "T", "P", "q_tiles", "k_tiles", "k_norms", "q_reads", "k_starts", "v_tiles", "keys",
+        "clean", "from_start", "to_end", "whole_decay", "sums", "strengths", "log_decays",
+        "base", "carry",
     )  # fmt: skip
     # A call of one piece runs the programs of one of several: what it lacks is of a like type.
     scratch.setdefault("carry", scratch["from_start"])

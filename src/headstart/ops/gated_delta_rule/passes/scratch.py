@@ -28,8 +28,8 @@ class Facts(NamedTuple):
 
     scratch: bytes that a call may take; sequences: those that a launch takes, a capacity's
     included; chunks: rows of the table of chunks; segments: pieces of one sequence's part of a
-    span; tiles: whether gathered, normalised tiles of q and k are kept, and of v unless the scan
-    gathers that (`gathers`).
+    span; tiles: whether gathered, normalised tiles of q, k and v are kept; norms: whether only
+    what rows of q and k are multiplied by is.
     """
 
     scratch: int
@@ -44,7 +44,7 @@ class Facts(NamedTuple):
     chunks: int
     segments: int
     tiles: bool
-    gathers: bool
+    norms: bool
 
     def cut(self, span: int) -> Cut:
         """The cut into spans of so many chunks."""
@@ -76,9 +76,11 @@ class Facts(NamedTuple):
             shapes |= {"to_end": row, "sums": ((2 * heads, CHUNK), wide)}
             if self.tiles:
                 shapes |= dict.fromkeys(("q_tiles", "k_tiles"), ((keys * CHUNK, BK), kind))
+            if self.norms:
+                shapes |= dict.fromkeys(("k_norms", "q_reads"), row)
             if self.cached:
                 shapes["log_decays"] = row
-        if self.tiles and not self.gathers:
+        if self.tiles:
             shapes["v_tiles"] = ((heads * CHUNK, padded(self.V)), kind)
         if self.cached:
             shapes["base"] = ((N, self.HV), torch.int32)
@@ -111,22 +113,20 @@ class Plan:
     def of(call: GatedDeltaCall, gathers: bool = False, programs: int = 0) -> Plan:
         """The plan of a call.
 
-        gathers: whether the scan gathers v itself where rows of a tail are among its rows;
-        programs: that it starts for a sequence, where segments are worth it.
+        gathers: whether the scan reads rows of the call and of a tail itself; programs: that it
+        starts for a sequence, where segments are worth it.
         """
         state = call.state
         cached = isinstance(state, CacheSlots)
         drafting = isinstance(state, CacheSlots) and state.cache.draft_tokens > 0
         chunks = call.schedule.chunk_count(drafting)
-        # Without tiles the scan copies rows in bulk, which takes aligned rows; one that gathers has
-        # seen to that.
+        # Without tiles the scan copies rows in bulk, which takes aligned rows.
         tiles = call.qk_l2norm or cached or call.per_channel or call.q.shape[0] == 0
-        aligned = gathers or all(aligned_rows(x) for x in (call.q, call.k, call.v))
-        tiles = tiles or not aligned
+        tiles = tiles or not all(aligned_rows(x) for x in (call.q, call.k, call.v))
         sequences = call.schedule.slot_count(call.schedule.N, 0)
         facts = Facts(
             SCRATCH, *call.sizes, call.q.dtype, call.per_channel, cached, sequences, chunks,
-            _segments(call, chunks, programs), tiles, gathers,
+            _segments(call, chunks, programs), tiles and not gathers, call.qk_l2norm and gathers,
         )  # fmt: skip
         cut, shapes = planned(facts)
         return Plan(facts, chunk_table(call.schedule, cached, drafting, cut), cut, shapes)
