@@ -56,7 +56,7 @@ def installed(fake, monkeypatch):
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory):
-    """A bundle that holds the gated norm for two targets, compiled."""
+    """A bundle that holds the gated norm for two targets, compiled, and what launches it."""
     pytest.importorskip("triton")
     from tests.runtime.bundled import rehearsed
 
@@ -65,5 +65,7 @@ def bundle(tmp_path_factory):
     made = Bundle(tmp_path_factory.mktemp("bundle") / "built")
     for target in ("cuda:90", "hip:gfx942"):
         (program,) = rehearsed(target).values()
-        assert made.add(program, program.compile())
+        compiled = program.compile()
+        assert made.add(program, compiled)
+        made.add_launcher(program, compiled)
     return made

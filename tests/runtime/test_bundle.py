@@ -46,7 +46,7 @@ def test_a_moved_bundle_that_cannot_be_written_is_used(copied, program):
     for file in files:
         file.chmod(0o555 if file.is_dir() else 0o444)
     try:
-        assert copied.load(program).kernel == copied.find(program).program.read_bytes()
+        assert copied.compiled(program).kernel == copied.find(program).program.read_bytes()
     finally:
         for file in files:
             file.chmod(0o755)
@@ -55,7 +55,7 @@ def test_a_moved_bundle_that_cannot_be_written_is_used(copied, program):
 def test_what_is_not_there_is_not_found(copied):
     (other,) = rehearsed(channels=96).values()
     assert copied.find(other) is None
-    assert copied.load(other) is None
+    assert copied.compiled(other) is None
 
 
 @pytest.mark.parametrize("name", ["program.cubin", "metadata.json"])
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_named(copied, program, name, change):
         data[:-1] if change == "shorter" else data[:middle] + other + data[middle + 1 :]
     )
     with pytest.raises(ValueError, match=f"{file} is damaged: {name.split('.')[0]}: expected "):
-        copied.load(program)
+        copied.compiled(program)
 
 
 @pytest.mark.parametrize("name", ["program.cubin", "metadata.json", "artefact.json"])
@@ -77,7 +77,7 @@ def test_a_missing_file_is_named(copied, program, name):
     file = copied.folder(program) / name
     file.unlink()
     with pytest.raises(ValueError, match=f"{file} cannot be read: No such file"):
-        copied.load(program)
+        copied.compiled(program)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_damaged_field_is_named(copied, program, field, value):
     file = copied.folder(program) / "artefact.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=f"{file} is damaged: {field}: expected"):
-        copied.load(program)
+        copied.compiled(program)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\udcff"])
@@ -95,7 +95,7 @@ def test_a_description_that_is_none_is_named(copied, program, text):
     file = copied.folder(program) / "artefact.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=f"{file} is damaged"):
-        copied.load(program)
+        copied.compiled(program)
 
 
 def test_a_stale_artefact_is_named(copied, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_stale_artefact_is_named(copied, monkeypatch):
     (program,) = rehearsed().values()
     (folder,) = copied.path.glob("cuda-90/*")
     with pytest.raises(ValueError, match=f"{folder} is stale: it was built by Triton"):
-        copied.load(program)
+        copied.compiled(program)
 
 
 def test_a_stale_artefact_beside_the_right_one_does_not_matter(copied, monkeypatch):

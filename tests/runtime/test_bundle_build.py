@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import os
 import random
+import shutil
 import sys
 
 import pytest
@@ -213,6 +214,13 @@ def test_the_command_builds_checks_and_lists(one_case, tmp_path, capsys):
         ["extend_kernel", "cuda:90"], ["unified_kernel", "cuda:90"],
     ]  # fmt: skip
     (folder,) = here.glob("cuda-90/extend_kernel-*")
+    # What no call launches is counted, and named where it is damaged.
+    old = shutil.copytree(folder, folder.with_name("extend_kernel-" + "0" * 32))
+    (old / "artefact.json").write_text("{")
+    (old.parent / "a-file").touch()
+    assert command("check", here) == 1
+    assert f"{old / 'artefact.json'} is damaged" in capsys.readouterr().out
+    shutil.rmtree(old)
     moved = tmp_path / "elsewhere"
     folder.rename(moved)
     assert command("check", here) == 1
@@ -224,6 +232,12 @@ def test_the_command_builds_checks_and_lists(one_case, tmp_path, capsys):
     (folder / "program.cubin").write_bytes(b"")
     assert command("check", here) == 1
     assert "is damaged: program: expected" in capsys.readouterr().out
+    host = (here / "host").rename(tmp_path / "host")
+    assert command("check", here) == 1
+    told = capsys.readouterr().out
+    assert " 0.0 %" in told
+    assert "missing for cuda:90: what any Python launches with: unified_kernel, key" in told
+    host.rename(here / "host")
     assert command("build", "--target", "90", "-o", here) == 2
     assert f"{folder / 'program.cubin'} is damaged" in capsys.readouterr().err
 
@@ -246,6 +260,10 @@ def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys):
         (("list", tmp_path / "none"), "none is no directory"),
         (("build", "--target", "cuda:91", "-o", tmp_path), "target: expected one of"),
         (("build", "--target", "90", "--models", "x", "-o", tmp_path), "models: expected some of"),
+        (
+            ("build", "--target", "90", "--models", "tiny-gpt-oss", "-o", __file__),
+            f"bundle: cannot make {__file__}: File exists",
+        ),
     ):
         assert command(*arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()

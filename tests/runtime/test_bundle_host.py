@@ -1,5 +1,6 @@
 """What Triton builds from C for a launch: kept in a bundle, and found without a compiler."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from tests.implementations import KERNELS
 from tests.runtime.bundled import rehearsed
 from triton.runtime.cache import get_cache_manager
 
+import headstart
 from headstart.runtime import bundle_host, bundle_launch
 from headstart.runtime.bundle import Bundle
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
 
+HERE = bundle_host.Python.here().name
 CALLED = (
     "cuGetErrorString", "cuPointerGetAttribute", "cuCtxGetCurrent", "cuCtxSetCurrent",
     "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuLaunchKernelEx", "cuFuncSetAttribute",
@@ -31,7 +34,9 @@ from headstart.runtime.bundle import Bundle
 
 ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)  # a driver that has every name and does nothing
 (program,) = rehearsed().values()
-compiled = Bundle(Path(sys.argv[1])).load(program)
+bundle = Bundle(Path(sys.argv[1]))
+compiled = bundle.compiled(program)
+bundle.lend_launcher(program, compiled)
 print(CudaLauncher(compiled.src, compiled.metadata).launch.__name__)
 """
 
@@ -43,9 +48,10 @@ def equipped(tmp_path_factory):
     (program,) = rehearsed().values()
     compiled = program.compile()
     bundle.add(program, compiled)
-    assert not bundle.has_launcher(program, compiled)
+    assert bundle.without_launcher(program, compiled, [HERE]) == [HERE]
     bundle.add_launcher(program, compiled)
-    assert bundle.has_launcher(program, compiled)
+    assert bundle.without_launcher(program, compiled, [HERE]) == []
+    assert bundle_host.pythons(bundle.path) == [HERE]
     return bundle
 
 
@@ -61,12 +67,20 @@ def source_in(bundle):
     return bundle_host.launcher(program, bundle.compiled(program))
 
 
-def test_loading_a_program_lends_what_launches_it(equipped, cache):
+@pytest.fixture
+def obtained(equipped, cache, monkeypatch):
+    """What takes a program from the bundle, and the program without what launches it."""
+    monkeypatch.setenv(bundle_launch.BUNDLE, str(equipped.path))
+    (program,) = rehearsed().values()
+    return lambda: bundle_launch.obtain(program)
+
+
+def test_loading_a_program_lends_what_launches_it(equipped, cache, obtained):
     source = source_in(equipped)
     assert not cache.exists()
-    equipped.load(next(iter(rehearsed().values())))
+    obtained()
     (file,) = cache.rglob("__triton_launcher*.so")
-    assert file.read_bytes() == (source.folder(equipped.path) / "module.so").read_bytes()
+    assert file.read_bytes() == source.held(equipped.path, HERE)
     assert get_cache_manager(source.key).get_file(file.name) == str(file)
     for needed in (b"PyInit___triton_launcher", b"libcuda.so.1", b"cuLaunchKernelEx"):
         assert needed in file.read_bytes()
@@ -106,13 +120,54 @@ def test_the_driver_is_asked_with_what_the_bundle_holds(equipped, cache, driver,
     assert b"PyInit_cuda_utils" in file.read_bytes()
 
 
-def test_a_damaged_module_is_named(equipped, cache):
-    file = source_in(equipped).folder(equipped.path) / "module.so"
+@pytest.fixture
+def bare(equipped, tmp_path, monkeypatch):
+    """The same bundle without what launches its program."""
+    bundle = Bundle(tmp_path / "bare")
+    (program,) = rehearsed().values()
+    bundle.add(program, equipped.compiled(program))
+    monkeypatch.setenv(bundle_launch.BUNDLE, str(bundle.path))
+    return bundle
+
+
+def test_forbid_forbids_a_c_compiler_too(bare, obtained, equipped, monkeypatch):
+    monkeypatch.setenv(bundle_launch.JIT, "forbid")
+    obtained()
+    monkeypatch.setenv(bundle_launch.BUNDLE, str(bare.path))
+    assert obtained() is not None  # Triton has it from before
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(bare.path.parent / "another"))
+    with pytest.raises(
+        headstart.CompileForbidden,
+        match=f"forbid: norm_kernel for cuda:90, .*: what {HERE} launches it with .* {bare.path}",
+    ):
+        obtained()
+    bundle_launch._lend_driver_module.cache_clear()
+    with pytest.raises(headstart.CompileForbidden, match=f"Triton's driver: .*{bare.path}"):
+        bundle_launch.active_driver()
+
+
+def test_warn_names_what_a_c_compiler_builds(bare, obtained, monkeypatch, caplog):
+    monkeypatch.setenv(bundle_launch.JIT, "warn")
+    monkeypatch.setenv(bundle_launch.BUNDLE, str(bare.path))
+    with caplog.at_level(logging.WARNING, "headstart"):
+        assert obtained() is not None
+    (record,) = caplog.records
+    assert f"what {HERE} launches it with" in record.getMessage()
+
+
+def test_a_cache_of_tritons_that_cannot_be_written_is_named(obtained, cache, monkeypatch):
+    cache.write_text("no folder")
+    with pytest.raises(OSError, match=f"norm_kernel for cuda:90.*{cache} cannot take it .*; set "):
+        obtained()
+
+
+def test_a_damaged_module_is_named(equipped, cache, obtained):
+    file = source_in(equipped).folder(equipped.path, HERE) / "module.so"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     try:
         with pytest.raises(ValueError, match=f"{file} is damaged: sha256: expected"):
-            equipped.load(next(iter(rehearsed().values())))
+            obtained()
         assert not list(cache.rglob("*.so"))
     finally:
         file.write_bytes(whole)
@@ -127,10 +182,10 @@ def test_it_is_built_for_the_pythons_that_will_serve(bundle, tmp_path):
     names = sorted(folder.name for folder in (made.path / "host").iterdir())
     assert len(names) == 2
     assert all(name.startswith("cpython-99-x86_64-linux-gnu-") for name in names)
-    assert made.has_launcher(program, compiled, [other])
-    assert not made.has_launcher(program, compiled)
+    assert made.without_launcher(program, compiled, [other.name, HERE]) == [HERE]
     made.add_launcher(program, compiled)
-    assert made.has_launcher(program, compiled, [other, bundle_host.Python.here()])
+    assert made.without_launcher(program, compiled, [other.name, HERE]) == []
+    assert bundle_host.pythons(made.path) == [HERE, other.name]
 
 
 def test_a_python_that_cannot_be_served_is_named(tmp_path):
@@ -144,7 +199,8 @@ def test_a_python_that_cannot_be_served_is_named(tmp_path):
 def test_amd_needs_nothing_of_the_kind(bundle):
     (program,) = rehearsed("hip:gfx942").values()
     assert bundle_host.launcher(program, bundle.compiled(program)) is None
-    assert bundle.has_launcher(program, bundle.compiled(program))
+    assert bundle.without_launcher(program, bundle.compiled(program), [HERE]) == []
+    assert bundle.lend_launcher(program, bundle.compiled(program))
 
 
 def test_without_a_compiler_it_cannot_be_built(bundle, tmp_path, monkeypatch):

@@ -99,6 +99,18 @@ def test_tritons_cache_on_a_disk_that_cannot_be_written(disk, program, asked):
         asked(other)
 
 
+def test_a_bundle_beside_a_cache_that_cannot_be_written(disk, bundle, program, asked, monkeypatch):
+    """What launches a program goes through Triton's cache, from a bundle too."""
+    monkeypatch.setenv(bundle_launch.BUNDLE, str(bundle.path))
+    disk.become("ro")
+    with pytest.raises(OSError, match=f"{disk.path}.*Read-only file system"):
+        asked(program)
+    disk.become("rw,size=4096k")
+    there = asked(program).kernel
+    disk.become("ro")
+    assert asked(program).kernel == there
+
+
 def test_other_errors_of_the_compiler_stay_what_they_are(monkeypatch, program, tmp_path):
     monkeypatch.delenv(bundle_launch.BUNDLE, raising=False)
     monkeypatch.delenv(bundle_launch.JIT, raising=False)

@@ -62,6 +62,7 @@ def build(
         began = time.perf_counter()
         found = reach(TARGETS[target], models)
         programs = list(found.programs.values())
+        bundle.make()  # rather than find out after the first has compiled
         with _progress(target) as progress:
             most = jobs or len(os.sched_getaffinity(0))
             built = build(bundle, programs, most, progress, serving)
@@ -90,33 +91,46 @@ def check(
 ) -> None:
     """Compare DIR with what the models' calls launch; every artefact is read and hashed.
 
-    Exits with 1 when a program is missing, stale or damaged.
+    Exits with 1 when a program is missing, stale or damaged, or what a Python of DIR launches it
+    with.
     """
     from headstart.cli.printing import console, print_table
     from headstart.evidence.cases.profiles import reach
     from headstart.evidence.static.collect import resolve_targets
-    from headstart.runtime.bundle import Bundle
+    from headstart.runtime import bundle_host
+    from headstart.runtime.bundle import Artefact, Bundle
     from headstart.runtime.static import TARGETS
 
     bundle, rows, said = Bundle(Path(directory)), [], []
-    there = sorted({artefact.fields["target"] for artefact in bundle.artefacts()})
+    there = tuple(target for target in TARGETS if bundle.folders(target))
     if not there and not targets:
         raise ValueError(f"bundle: {directory} holds nothing")
-    for target in resolve_targets(targets or tuple(there)):
+    pythons = bundle_host.pythons(bundle.path) or ["any Python"]
+    for target in resolve_targets(targets or there):
         found = reach(TARGETS[target], models)
-        held = 0
+        held, others = 0, set(bundle.folders(target))
         for key, program in found.programs.items():
+            others.discard(bundle.folder(program))
+            asked = f"{program.name}, key {key}, {found.asked[key]}"
             try:
-                artefact = bundle.find(program)
+                compiled = bundle.compiled(program)
+                if compiled is None:
+                    said.append(f"missing for {target}: {asked}")
+                    continue
+                lacking = bundle.without_launcher(program, compiled, pythons)
             except ValueError as error:
                 said.append(str(error))
                 continue
-            held += artefact is not None
-            if artefact is None:
-                said.append(f"missing for {target}: {program.name}, key {key}, {found.asked[key]}")
+            said += [f"missing for {target}: what {x} launches with: {asked}" for x in lacking]
+            held += not lacking
+        for folder in sorted(others):
+            try:
+                Artefact.read(folder).check()
+            except ValueError as error:
+                said.append(str(error))
         share = f"{100 * held / len(found.programs):.1f} %"
-        rows.append((target, len(found.programs), held, share, len(found.declined)))
-    print_table(("target", "reachable", "held", "share", "declined calls"), rows)
+        rows.append((target, len(found.programs), held, share, len(others), len(found.declined)))
+    print_table(("target", "reachable", "held", "share", "others", "declined calls"), rows)
     for line in said:
         console().print(line, markup=False)
     ctx.exit(1 if said else 0)

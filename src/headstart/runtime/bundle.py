@@ -47,8 +47,9 @@ class Artefact:
     def read(folder: Path) -> Artefact:
         """The artefact in a folder; ValueError names what is wrong with its description."""
         file = folder / DESCRIPTION
+        text = read(file)
         try:
-            fields = json.loads(read(file))
+            fields = json.loads(text)
         except ValueError as error:
             raise ValueError(f"bundle: {file} is damaged: {error}") from None
         for name, kind in FIELDS.items():
@@ -94,6 +95,13 @@ class Bundle:
 
     path: Path
 
+    def make(self) -> None:
+        """Make the directory unless it is there; ValueError where that cannot be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"bundle: cannot make {self.path}: {error.strerror}") from None
+
     def folder(self, program: Program) -> Path:
         """Where a program lies, or would."""
         return self._of_target(program.target_name) / f"{program.name}-{program.key[:KEY]}"
@@ -101,13 +109,16 @@ class Bundle:
     def _of_target(self, target: str) -> Path:
         return self.path / target.replace(":", "-")
 
-    def artefacts(self) -> Iterator[Artefact]:
-        """Every artefact, read but not checked."""
+    def folders(self, target: str = "*:*") -> list[Path]:
+        """Where programs lie, of all targets or of one; ValueError where there is no directory."""
         if not self.path.is_dir():
             raise ValueError(f"bundle: {self.path} is no directory")
-        for folder in sorted(self.path.glob("*-*/*-*")):
-            if not folder.name.startswith("."):
-                yield Artefact.read(folder)
+        found = self._of_target(target).parent.glob(f"{self._of_target(target).name}/*-*")
+        return sorted(one for one in found if one.is_dir() and not one.name.startswith("."))
+
+    def artefacts(self) -> Iterator[Artefact]:
+        """Every artefact, read but not checked."""
+        return map(Artefact.read, self.folders())
 
     def find(self, program: Program) -> Artefact | None:
         """The artefact of a program, checked; None where the bundle has nothing like it.
@@ -133,13 +144,6 @@ class Bundle:
                     "now; build the bundle again"
                 )
         return None
-
-    def load(self, program: Program) -> Any:
-        """As `compiled`; what launches it is lent to Triton."""
-        compiled = self.compiled(program)
-        if compiled is not None:
-            bundle_host.lend(self.path, bundle_host.launcher(program, compiled))
-        return compiled
 
     def compiled(self, program: Program) -> Any:
         """What `find` gives, as Triton's compiled kernel, not yet given to the driver."""
@@ -187,12 +191,25 @@ class Bundle:
                 bundle_host.keep(self.path, source, python)
                 bundle_host.keep(self.path, bundle_host.driver_module(), python)
 
-    def has_launcher(self, program: Program, compiled: Any, pythons: Sequence[Python] = ()) -> bool:
-        """Whether what a program is launched with is there for them, or not needed."""
+    def lend_launcher(self, program: Program, compiled: Any) -> bool:
+        """Have Triton find what it launches a program with; whether it does, or needs nothing.
+
+        Raises ValueError where that is damaged, OSError where Triton's cache cannot be written.
+        """
+        return bundle_host.lend(self.path, bundle_host.launcher(program, compiled))
+
+    def without_launcher(
+        self, program: Program, compiled: Any, pythons: Sequence[str]
+    ) -> list[str]:
+        """Those of the Pythons for which what a program is launched with is not there.
+
+        Raises ValueError where it is damaged.
+        """
         source = bundle_host.launcher(program, compiled)
-        return source is None or all(
-            source.folder(self.path, python).is_dir() for python in pythons or (Python.here(),)
-        )
+        if source is None:
+            return []
+        needed = [one for one in (source, bundle_host.driver_module()) if one is not None]
+        return [x for x in pythons if any(one.held(self.path, x) is None for one in needed)]
 
 
 def _relocatable(metadata: Any) -> dict[str, Any]:

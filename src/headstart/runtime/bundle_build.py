@@ -71,7 +71,8 @@ def _held(bundle: Bundle, program: Program, pythons: Sequence[Python]) -> bool:
     """Whether a program lies there, whole, with what launches it."""
     if not bundle.folder(program).is_dir():
         return False
-    return bundle.has_launcher(program, bundle.compiled(program), pythons)
+    names = [python.name for python in pythons or (Python.here(),)]
+    return not bundle.without_launcher(program, bundle.compiled(program), names)
 
 
 _work: tuple[Bundle, Sequence[Program], Sequence[Python]]

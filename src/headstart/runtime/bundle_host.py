@@ -35,10 +35,15 @@ class Python(NamedTuple):
     suffix: str
     include: str
 
+    @property
+    def name(self) -> str:
+        """As a bundle names its modules: "cpython-311-x86_64-linux-gnu"."""
+        return self.suffix.removesuffix(".so").strip(".")
+
     @staticmethod
     def here() -> Python:
         """This process's."""
-        return Python(_suffix(), sysconfig.get_paths()["include"])
+        return Python(sysconfig.get_config_var("EXT_SUFFIX"), sysconfig.get_paths()["include"])
 
     @staticmethod
     def at(program: str) -> Python:
@@ -76,14 +81,28 @@ class Source(NamedTuple):
 
         return hashlib.sha256((self.text + platform_key()).encode()).hexdigest()
 
-    def folder(self, bundle: Path, python: Python | None = None) -> Path:
-        """Where a bundle has it for a Python, this one's by default."""
-        name = (python.suffix if python else _suffix()).removesuffix(".so").strip(".")
-        return bundle / "host" / f"{name}-{self.key[:KEY]}"
+    def folder(self, bundle: Path, python: str) -> Path:
+        """Where a bundle has it for a Python of this name, or would."""
+        return bundle / "host" / f"{python}-{self.key[:KEY]}"
+
+    def held(self, bundle: Path, python: str) -> bytes | None:
+        """The module for a Python of this name; None where a bundle has none.
+
+        Raises ValueError where it is damaged.
+        """
+        folder = self.folder(bundle, python)
+        if not folder.is_dir():
+            return None
+        module, wanted = read(folder / "module.so"), read(folder / "sha256").decode()
+        if (found := hashlib.sha256(module).hexdigest()) != wanted:
+            raise damaged(folder / "module.so", "sha256", wanted, found)
+        return module
 
 
-def _suffix() -> str:
-    return sysconfig.get_config_var("EXT_SUFFIX")
+def pythons(bundle: Path) -> list[str]:
+    """Names of the Pythons that a bundle has modules for."""
+    return sorted({folder.name.rpartition("-")[0] for folder in bundle.glob("host/*-*")
+                   if not folder.name.startswith(".")})  # fmt: skip
 
 
 def launcher(program: Program, compiled: Any) -> Source | None:
@@ -114,28 +133,31 @@ def keep(bundle: Path, source: Source | None, python: Python) -> None:
 
     Raises ValueError where there is no C compiler or the directory cannot be written.
     """
-    if source is None or source.folder(bundle, python).is_dir():
+    if source is None or source.held(bundle, python.name) is not None:
         return
     module = _built(source, python)
     digest = hashlib.sha256(module).hexdigest()
-    place(source.folder(bundle, python), {"module.so": module, "sha256": digest.encode()})
+    folder = source.folder(bundle, python.name)
+    place(folder, {"module.so": module, "sha256": digest.encode()})
 
 
-def lend(bundle: Path, source: Source | None) -> None:
-    """Put a module from a bundle where Triton looks for it; no more than that if there is none.
+def lend(bundle: Path, source: Source | None) -> bool:
+    """Put a module from a bundle where Triton looks for it, if Triton has none of its own.
 
-    Raises ValueError where it is damaged.
+    Whether it has one now, or needs none. Raises ValueError where the bundle's is damaged, OSError
+    where Triton's cache cannot be written.
     """
-    if source is None or not (folder := source.folder(bundle)).is_dir():
-        return
+    if source is None:
+        return True
     from triton.runtime.cache import get_cache_manager
 
-    kept = get_cache_manager(source.key)
-    if kept.get_file(f"{source.name}{_suffix()}") is None:
-        module, wanted = read(folder / "module.so"), read(folder / "sha256").decode()
-        if (found := hashlib.sha256(module).hexdigest()) != wanted:
-            raise damaged(folder / "module.so", "sha256", wanted, found)
-        kept.put(module, f"{source.name}{_suffix()}", binary=True)
+    kept, here = get_cache_manager(source.key), Python.here()
+    if kept.get_file(f"{source.name}{here.suffix}") is not None:
+        return True
+    module = source.held(bundle, here.name)
+    if module is not None:
+        kept.put(module, f"{source.name}{here.suffix}", binary=True)
+    return module is not None
 
 
 def _built(source: Source, python: Python) -> bytes:

@@ -1,7 +1,8 @@
 """Where a launch's program comes from: this process, a bundle, or Triton's compiler.
 
 HEADSTART_BUNDLE=DIR   programs are taken from that bundle first; a damaged or stale one is an error
-HEADSTART_JIT=forbid   a program that no bundle gives is an error that names kernel and key
+HEADSTART_JIT=forbid   a program that no bundle gives is an error that names kernel and key, and so
+                       is a launch for which Triton would have a C compiler build something
 HEADSTART_JIT=warn     it is compiled, and logged with the time that took
 
 `programs()` counts. Launches that repeat earlier ones (`runtime/steady.py`) ask for nothing.
@@ -15,6 +16,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ LOG = logging.getLogger("headstart")
 
 
 class CompileForbidden(RuntimeError):
-    """A launch needs a program that no bundle gives, and HEADSTART_JIT=forbid."""
+    """A launch needs what no bundle gives, and HEADSTART_JIT=forbid."""
 
 
 class Programs(NamedTuple):
@@ -79,7 +82,22 @@ def active_driver() -> Any:
 
 @functools.cache
 def _lend_driver_module(bundle: Path) -> None:
-    bundle_host.lend(bundle, bundle_host.driver_module())
+    wanted = "Triton's driver"
+    with _told_where_it_cannot_write(wanted):
+        lent = bundle_host.lend(bundle, bundle_host.driver_module())
+    _expect_lent(lent, wanted, bundle)
+
+
+def _expect_lent(lent: bool, wanted: str, bundle: Path) -> None:
+    """What Triton needs from C for this Python is there, or its C compiler may be asked for it."""
+    words = (
+        f"{wanted}: what {bundle_host.Python.here().name} launches it with is not in the bundle "
+        f"{bundle}, built with --python"
+    )
+    if not lent and policy() == "forbid":
+        raise CompileForbidden(f"{JIT}=forbid: {words}")
+    if not lent and policy() == "warn":
+        LOG.warning("%s: a C compiler builds it", words)
 
 
 def supply(kernel: Any) -> None:
@@ -110,35 +128,50 @@ def _missing(
     return found
 
 
+def policy() -> str:
+    """What HEADSTART_JIT says; ValueError for a word that it does not know."""
+    word = os.environ.get(JIT) or "allow"
+    expect_choice(JIT, word, POLICIES)
+    return word
+
+
 def obtain(program: Program) -> Any:
     """Triton's compiled kernel of a program: from the bundle, else from the compiler."""
-    policy = os.environ.get(JIT) or "allow"
-    expect_choice(JIT, policy, POLICIES)
-    directory = os.environ.get(BUNDLE)
-    found = Bundle(Path(directory)).load(program) if directory else None
-    if found is not None:
-        _count(loaded=1)
-        return found
+    jit, directory = policy(), os.environ.get(BUNDLE)
     wanted = f"{program.name} for {program.target_name}, key {program.key}"
-    if policy == "forbid":
+    if directory:
+        bundle = Bundle(Path(directory))
+        found = bundle.compiled(program)
+        if found is not None:
+            with _told_where_it_cannot_write(wanted):
+                lent = bundle.lend_launcher(program, found)
+            _expect_lent(lent, wanted, bundle.path)
+            _count(loaded=1)
+            return found
+    if jit == "forbid":
         held = f"is not in the bundle {directory}" if directory else f"has no bundle: {BUNDLE}"
         held += "" if directory else " is not set"
         raise CompileForbidden(f"{JIT}=forbid: {wanted}, {held}; {program.described()}")
     began = time.perf_counter()
-    compiled = _compiled(program, wanted)
+    with _told_where_it_cannot_write(wanted):
+        compiled = program.compile()
     seconds = time.perf_counter() - began
     _count(compiled=1, seconds=seconds)
-    if policy == "warn":
+    if jit == "warn":
         LOG.warning("compiled %s in %.3f s", wanted, seconds)
     return compiled
 
 
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+UNWRITABLE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
+}  # fmt: skip
 
 
-def _compiled(program: Program, wanted: str) -> Any:
+@contextmanager
+def _told_where_it_cannot_write(wanted: str) -> Iterator[None]:
+    """Errors of Triton's cache, which has no room or may not be written, say what to do."""
     try:
-        return program.compile()
+        yield
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -146,8 +179,8 @@ def _compiled(program: Program, wanted: str) -> Any:
 
         raise OSError(
             error.errno,
-            f"{wanted}: Triton's cache {knobs.cache.dir} cannot take what was compiled "
-            f"({error.strerror}); set TRITON_CACHE_DIR to a directory that can, or {BUNDLE}",
+            f"{wanted}: Triton's cache {knobs.cache.dir} cannot take it ({error.strerror}); set "
+            "TRITON_CACHE_DIR to a directory that can",
         ) from error
 
 
