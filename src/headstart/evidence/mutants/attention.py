@@ -228,8 +228,8 @@ MUTANTS = (
         fault="Pages are read in the order of memory.",
         pitfall=38,
         file="extend_attention/locate.py",
-        old="        pages = self.table[n].index_select(0, keys // self.page_size).long()",
-        new="        pages = keys // self.page_size",
+        old="        return self.table[n, begin // self.page_size : -(-end // self.page_size)]",
+        new="        return torch.arange(begin // self.page_size, -(-end // self.page_size))",
         checks=("attention pages",),
     ),
     _mutant(
@@ -237,8 +237,8 @@ MUTANTS = (
         fault="Every sequence reads the pages of the first.",
         pitfall=38,
         file="extend_attention/locate.py",
-        old="        pages = self.table[n].index_select(",
-        new="        pages = self.table[0].index_select(",
+        old="        return self.table[n, ",
+        new="        return self.table[0, ",
         checks=("attention pages",),
     ),
     _mutant(

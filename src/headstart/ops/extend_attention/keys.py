@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from headstart.ops.extend_attention.kv_cache import FP8
+from headstart.ops.extend_attention import locate
+from headstart.ops.extend_attention.kv_cache import FP8, KVCache
 from headstart.ops.extend_attention.spec import ExtendCall
 
 Slots = range | torch.Tensor
@@ -40,13 +41,30 @@ def read(call: ExtendCall, n: int, begin: int, end: int) -> list[tuple[torch.Ten
     plan, cache = call.plan, call.cache
     border = plan.cached(n)
     if begin < border and cache is not None and plan.slots is not None:
-        slots = plan.slots.find(n, begin, min(end, border))
-        pieces.append((cached_rows(cache.k, slots), cached_rows(cache.v, slots)))
+        pieces.append(_cached(cache, plan.slots, n, begin, min(end, border)))
     if end > border and call.k is not None and call.v is not None:
         first = plan.offsets[n] - border
         rows = slice(first + max(begin, border), first + end)
         pieces.append((call.k[rows], call.v[rows]))
     return pieces
+
+
+def _cached(cache: KVCache, place: locate.Slots, n: int, begin: int, end: int) -> Pair:
+    """Keys and values [begin, end) of sequence n from a cache."""
+    if isinstance(place, locate.Paged) and cache.k.dim() == 4 and end - begin >= place.page_size:
+        # Whole pages are copied several times faster than their rows one by one.
+        pages, first = place.pages(n, begin, end), begin % place.page_size
+        k, v = (_whole_pages(store, pages).flatten(0, 1) for store in (cache.k, cache.v))
+        return k[first : first + end - begin], v[first : first + end - begin]
+    slots = place.find(n, begin, end)
+    return cached_rows(cache.k, slots), cached_rows(cache.v, slots)
+
+
+def _whole_pages(store: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Pages [count, page size, HK, D] of a cache tensor, copied."""
+    if store.dtype == FP8:
+        return _whole_pages(store.view(torch.uint8), pages).view(FP8)
+    return store.index_select(0, pages)
 
 
 def view(call: ExtendCall, n: int, begin: int, end: int, dtype: torch.dtype) -> Pair | None:

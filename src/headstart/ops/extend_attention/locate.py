@@ -75,8 +75,12 @@ class Paged:
     def find(self, n: int, begin: int, end: int) -> torch.Tensor:
         """Slots of keys [begin, end) of sequence n."""
         keys = torch.arange(begin, end, device=self.table.device)
-        pages = self.table[n].index_select(0, keys // self.page_size).long()
-        return pages * self.page_size + keys % self.page_size
+        pages = self.pages(n, begin, end)[keys // self.page_size - begin // self.page_size]
+        return pages.long() * self.page_size + keys % self.page_size
+
+    def pages(self, n: int, begin: int, end: int) -> torch.Tensor:
+        """Pages that hold keys [begin, end) of sequence n, in order."""
+        return self.table[n, begin // self.page_size : -(-end // self.page_size)]
 
     def bounds(self, n: int, count: int) -> tuple[int, int]:
         """Lowest and highest slot of the first `count` keys of sequence n; reads the device."""
