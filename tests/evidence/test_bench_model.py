@@ -99,7 +99,7 @@ def test_arms_of_a_model_with_random_weights(folder, tmp_path, name, arms, kinds
     assert all(one.complete for one in ours.routed)
     for arm in (ours, again, other):
         assert len(arm.ttft_ms) == 3
-        assert set(arm.split_ms) == {*kinds, "mlp", "rest"}
+        assert set(arm.split_ms) == {*kinds, "projections", "mlp", "rest"}
         attention = sum(arm.split_ms[kind] for kind in kinds)
         whole = sum(arm.split_ms.values())
         assert arm.bound == pytest.approx(whole / (whole - attention))

@@ -192,6 +192,18 @@ def test_layer_times_cover_attention_and_mlp():
     assert done == [1]
 
 
+def test_projections_are_told_apart():
+    layer = nn.Module()
+    layer.self_attn = nn.Sequential(nn.Linear(2000, 2000), nn.Identity())
+    layer.forward = lambda x: layer.self_attn(x)
+    times = LayerTimes(torch.device("cpu"), apart=True)
+    with times.watching([layer], ["full_attention"]):
+        layer(torch.ones(100, 2000))
+    spent = times.seconds
+    assert sorted(spent) == ["full_attention", "projections"]
+    assert 0 < spent["full_attention"] < spent["projections"]
+
+
 def test_peak_memory_sees_what_was_held():
     before = peak_memory(torch.device("cpu"))
     torch.ones(before // 4 + 25_000_000)  # more than all that was ever held at once

@@ -69,7 +69,8 @@ class Stand:
 
         def call() -> Run:
             with quiet():
-                return prefill(self.loaded, self.ids, made.pop(), step=self.step)
+                cache = made.pop()
+                return prefill(self.loaded, self.ids, cache, step=self.step, projections_apart=True)
 
         return Arm(name, call, lambda run: {"hidden": run.hidden}, restore=restore)
 

@@ -40,7 +40,8 @@ class ModelArm(Record):
     cold_ms: the arm's first prefill in this process, compiling included.
     ttft_ms: prefill and first token of each round; median_ms: of these.
     ratio: to the first timed arm, paired by round; None for that arm itself.
-    split_ms: medians by kind of layer, "mlp" and "rest" among them.
+    split_ms: medians by kind of layer, "projections" (of all attention layers, which count without
+        them), "mlp" and "rest" among them.
     bound: how many times faster this arm could be at best, if its attention layers took no time and
         all else stayed (Amdahl).
     peak_bytes: most memory held on the device, weights included; None on a CPU, where all arms

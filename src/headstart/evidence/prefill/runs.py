@@ -48,18 +48,20 @@ def prefill(
     start: int = 0,
     step: int | None = None,
     fixed_tiles: bool = False,
+    projections_apart: bool = False,
     progress: Callable[[int], None] | None = None,
     before_step: Callable[[int], None] | None = None,
 ) -> Run:
     """Run the tokens from `start` on through the model's decoder in steps of `step` tokens.
 
     cache: what the model takes as `past_key_values`, standing at `start`.
+    projections_apart: time the Linear modules of attention layers as a kind of their own.
     progress: called with the layers done so far, over all steps.
     before_step: called with the position at which a step begins.
     """
     decoder = loaded.model.get_decoder()
     device = loaded.model.device
-    times = LayerTimes(device)
+    times = LayerTimes(device, apart=projections_apart)
     rows = torch.tensor([ids], device=device)
     end = len(ids)
     done = 0

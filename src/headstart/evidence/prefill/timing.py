@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+PROJECTIONS = "projections"
+"""What `LayerTimes` calls the matrix products at both ends of attention layers."""
 PARTS = {"linear_attn": None, "self_attn": None, "mlp": "mlp"}
 """Attributes of a decoder layer -> kind; None: the layer's own kind."""
 
@@ -21,11 +23,14 @@ class LayerTimes:
 
     On a GPU of events around each module, so that a layer does not wait for the one before it.
     What is outside of these (norms, embedding, residuals) is nobody's.
+
+    apart: give the Linear modules of attention layers a kind of their own, "projections", and the
+        layers only what is left.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._spans: list[tuple[str, Any, Any]] = []
+    def __init__(self, device: torch.device, *, apart: bool = False) -> None:
+        self._device, self._apart = device, apart
+        self._spans: list[tuple[str, str | None, Any, Any]] = []  # kind, inside of, begin, end
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -34,8 +39,11 @@ class LayerTimes:
         if on_gpu:
             torch.cuda.synchronize(self._device)
         found: dict[str, float] = defaultdict(float)
-        for kind, began, ended in self._spans:
-            found[kind] += began.elapsed_time(ended) / 1000 if on_gpu else ended - began
+        for kind, inside, began, ended in self._spans:
+            spent = began.elapsed_time(ended) / 1000 if on_gpu else ended - began
+            found[kind] += spent
+            if inside is not None:
+                found[inside] -= spent
         return dict(found)
 
     def now(self) -> float:
@@ -53,8 +61,12 @@ class LayerTimes:
         for layer, kind in zip(layers, kinds, strict=True):
             for attribute, part in PARTS.items():
                 module = getattr(layer, attribute, None)
-                if module is not None:
-                    handles += self._watch(module, part or kind)
+                if module is None:
+                    continue
+                handles += self._watch(module, part or kind)
+                for inner in module.modules() if self._apart and part is None else ():
+                    if isinstance(inner, torch.nn.Linear):
+                        handles += self._watch(inner, PROJECTIONS, kind)
             if progress is not None:
                 handles.append(layer.register_forward_hook(lambda *_: progress()))
         try:
@@ -63,7 +75,7 @@ class LayerTimes:
             for handle in handles:
                 handle.remove()
 
-    def _watch(self, module: Any, kind: str) -> list[Any]:
+    def _watch(self, module: Any, kind: str, inside: str | None = None) -> list[Any]:
         began: Any = None
 
         def before(*_: Any) -> None:
@@ -71,7 +83,7 @@ class LayerTimes:
             began = self._mark()
 
         def after(*_: Any) -> None:
-            self._spans.append((kind, began, self._mark()))
+            self._spans.append((kind, inside, began, self._mark()))
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
