@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import headstart as package
 from headstart import cli
-from headstart.cli.commands import COMMANDS, headstart
+from headstart.cli.commands import COMMANDS, Command, headstart
 from headstart.evidence import cases
 from headstart.evidence.files import expect_writable
 
@@ -105,16 +106,45 @@ def test_explain(id):
         (["explain", "gdn-1x1", "--device", "toaster"], "device: toaster"),
         (["cases", "show", ""], "case: no case is called ''"),
         (["explain", ""], "case: no case is called ''"),
-        (["verify", "gdn-1x1-small", "--device", "meta"], "device: expected one that computes"),
-        (["verify", "bits", "--device", "meta"], "device: expected one that computes, got meta"),
+        (["verify", "gdn-1x1-small", "--device", "meta"], "device: expected cpu or cuda, got meta"),
+        (["verify", "bits", "--device", "meta"], "device: expected cpu or cuda, got meta"),
+        (["explain", "gdn-1x1", "--device", "mps"], "device: expected cpu or cuda, got mps"),
         (["verify", "gdn-1x1-small", "--seed", "9" * 30], "is not in the range 0<=x<="),
         (["verify", "transcript", "--seed", "-1"], "is not in the range 0<=x<="),
         (["bench", "gdn-1x1-small", "--seed", "1.5"], "'1.5' is not a valid integer range"),
-        (["bench", "simulate", "--planted", "nan"], "planted: expected a share between -1 and 1"),
+        (["bench", "simulate", "--planted", "nan"], "planted: expected a share between 0 and 1"),
+        (["bench", "simulate", "--planted", "0"], "planted: expected a share between 0 and 1"),
+        (["bench", "simulate", "--rounds", "9" * 20], "is not in the range 3<=x<=10000"),
+        (["bench", "gdn-1x1-small", "--rounds", "9" * 20], "is not in the range 3<=x<=10000"),
+        (["bench", "gdn-1x1-small", "--limit", "inf"], "is not in the range"),
+        (["bench", "gdn-1x1-small", "--limit", "nan"], "nan is no number of seconds"),
+        (["verify", "transcript", "--count", "9" * 20], "is not in the range 1<=x<=100000"),
+        (["verify", "--op", "causal_conv1d", "--op", "causal_conv1d"], "--op: expected once, got"),
+        (["verify", "--cache", "--no-cache"], "--cache: expected once, got it 2 times"),
     ],
 )
 def test_mistakes_give_one_line_and_code_2(arguments, words):
     assert_one_line(run(*arguments), words)
+
+
+def every_command(group=headstart, words=()):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        if isinstance(found, click.Group):
+            yield from every_command(found, (*words, name))
+        else:
+            yield " ".join((*words, name)), found
+
+
+@pytest.mark.parametrize(("words", "command"), [*every_command()], ids=lambda one: str(one))
+def test_an_option_given_twice_is_a_mistake(words, command):
+    assert isinstance(command, Command)
+    once = [one for one in command.params if isinstance(one, click.Option) and not one.multiple]
+    for option in once[:1]:
+        given = option.opts[:1] if option.is_flag else [option.opts[0], "1"]
+        result = run(*words.split(), *given, *given)
+        assert_one_line(result, f"{option.opts[0]}: expected once, got it 2 times")
 
 
 @pytest.mark.parametrize("arguments", [[], ["cases"], ["bench"]])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from headstart.cli.commands import headstart
 from headstart.evidence import arms, benching, cases
 from headstart.evidence.arms.copies import loaded_copy, renamed
 from headstart.evidence.arms.sources import NOISE, SOURCE, Sources
-from headstart.evidence.bench_jobs import Job, Lost, run_jobs
+from headstart.evidence.bench_jobs import Job, Lost, _Worker, run_jobs
 from headstart.evidence.benching import CaseResult, Prepared, bench_case
 from headstart.evidence.checking import check, load_truths
 from headstart.evidence.runs import load
@@ -400,6 +401,23 @@ def test_cases_are_prepared_side_by_side(tmp_path):
         assert [len(arm.device_ms) for arm in one.arms] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("ended", ["when it has answered", "while it prepares"])
+def test_a_worker_leaves_nothing_behind(ended, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job = Job(
+        case=TINY, arms=("reference",), device="cpu", seed=0, rounds=3, clock="auto", groups=1,
+        noise_floor=True,
+    )  # fmt: skip
+    if ended == "when it has answered":
+        ((_, result),) = run_jobs([job], 2, 300)
+        assert isinstance(result, CaseResult)
+    else:
+        with ThreadPoolExecutor(2) as pool, _Worker(job, 1, pool):
+            while not list(tmp_path.glob("headstart-*")):
+                time.sleep(0.01)
+    assert not list(tmp_path.glob("headstart-*"))
+
+
 def test_a_case_may_name_its_own_arms(tmp_path):
     file = tmp_path / "bench.json"
     result = run(
@@ -481,11 +499,15 @@ def test_command_exits_with_1_for_a_wrong_arm(peer):
         (("gpt-oss-20b",), "case: gpt-oss-20b is a whole model"),
         ((TINY, "--arms", "torch,torch"), "arms: expected one or more, each once"),
         ((TINY, "--arms", "torch@gdn-nxt-8k"), "case: no case is called 'gdn-nxt-8k'"),
+        ((TINY, "--arms", "HEAD:nobody"), "arm: expected one of ['headstart', 'hopper'"),
+        ((f"{TINY}=", "--arms", "torch"), "arms: expected one or more, each once, got ''"),
         ((TINY, "--check", "none"), "check: expected a positive number or all"),
         ((TINY, "--device", "nowhere"), "device: nowhere"),
         ((TINY, "--clock", "graph", "--device", "cpu"), "clock: graph needs a GPU"),
         ((TINY, "--json", "/nowhere/a.json"), "json: no folder"),
         (("stages", TINY, "--arms", "nobody"), "arm: expected one of"),
+        (("stages", TINY, "--arms", ","), "arms: expected one or more, each once, got ','"),
+        (("stages", TINY, "--arms", "torch,torch"), "arms: expected one or more, each once"),
         (("stages", TINY, "--against", "fla"), "against: expected one of the arms ['headstart']"),
         (("stages", "gdn-nxt"), "case: no case is called"),
     ],
@@ -506,6 +528,14 @@ def test_commands_of_the_document_are_commands():
         # Options are parsed before help is shown.
         result = CliRunner().invoke(headstart, [*shlex.split(line), "--help"])
         assert result.exit_code == 0, f"{line}: {result.output}"
+
+
+def test_a_promise_that_is_not_kept_exits_with_1_and_says_how():
+    result = run("simulate", "--experiments", "10", "--rounds", "3")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("headstart: the interval that bench reports: percentile holds 1 in ")
+    assert "expected 92% to 98%; 3.0% found in " in line
 
 
 def test_simulate_prints_coverage_and_width():
@@ -540,6 +570,19 @@ def test_stages_run_every_variant_and_compare():
     assert base.against is None
     (unfit,) = (one for one in found if one.arm == "fa4")
     assert unfit.sentence.startswith("declined: ")
+
+
+def test_stages_of_arms_that_do_not_run_say_why(peer):
+    missing = run("stages", TINY, "--arms", "fa4", "--device", "cpu", "--rounds", "3")
+    assert (missing.exit_code, "declined: " in missing.stdout) == (0, True), missing.output
+
+    def breaks(**options):
+        raise RuntimeError("no such luck")
+
+    peer("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=breaks)
+    failed = run("stages", TINY, "--arms", "fla", "--device", "cpu", "--rounds", "3")
+    assert failed.exit_code == 1
+    assert "failed: RuntimeError: no such luck" in failed.stdout
 
 
 def test_stages_see_what_other_threads_compute():

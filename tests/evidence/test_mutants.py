@@ -121,12 +121,34 @@ def test_a_check_that_the_unedited_package_fails_is_asked_of_nobody(monkeypatch)
     doubts: list[str] = []
     (found,) = run_mutants([fault, other], doubted=doubts.append)
     assert (found.mutant, found.checks) == (other.name, 1)
-    assert doubts == ["mutants: the unedited package fails 'norm' under torch: is broken"]
+    assert doubts == [
+        "mutants: the unedited package fails 'norm' under torch: is broken",
+        f"mutants: no sound check is left for {fault.name}",
+    ]
 
 
 def test_a_build_that_does_not_load_shows_nothing():
     with pytest.raises(ValueError, match="nothing does not load"):
         runner.run_mutant(mutant(new="import nothing_of_this_name\n" + mutant().old))
+
+
+def test_a_build_that_does_not_load_costs_itself_alone():
+    broken = mutant(name="broken", new="import nothing_of_this_name\n" + mutant().old)
+    (fault,) = chosen(names=("convolution-norm-eps-outside",))
+    doubts: list[str] = []
+    (found,) = run_mutants([broken, fault], doubted=doubts.append)
+    assert found.mutant == fault.name
+    (words,) = doubts
+    assert words.startswith("mutants: broken does not load: ")
+    assert "nothing_of_this_name" in words
+
+
+def test_a_check_that_waits_for_a_processor_is_not_ended():
+    patient = mutant(
+        new=mutant().old + "\n    import time\n    time.sleep(3)\n", checks=("convolution",)
+    )
+    found = runner.run_mutant(patient, limits={"convolution": 1.0})
+    assert found.killed_by is None
 
 
 def test_a_check_that_does_not_end_is_ended(monkeypatch):

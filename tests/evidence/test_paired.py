@@ -18,6 +18,10 @@ def test_every_arm_stands_at_every_place_equally_often(count):
     assert all(sorted(order) == list(range(count)) for order in found)
 
 
+def test_without_arms_there_are_no_rounds():
+    assert orders(0, 5) == []
+
+
 def test_orders_change_who_goes_before():
     pairs = {pair for order in orders(3, 6) for pair in pairwise(order)}
     assert pairs == {(a, b) for a in range(3) for b in range(3) if a != b}

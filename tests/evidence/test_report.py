@@ -455,6 +455,10 @@ def test_mistakes_give_one_line(tmp_path):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     (tmp_path / "empty").mkdir()
     (tmp_path / "plain.md").write_text("no marks")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "huge.json").write_text('{"schema_version": ' + "9" * 5000 + "}")
+    (tmp_path / "alone").mkdir()
+    alone = made.write(tmp_path / "alone", "run", "bench", made.bench()[:1])
     for arguments, words in [
         ((record("kind", kind="poem"),), "kind.json: kind: expected one of ['bench', 'stages'"),
         ((record("schema", schema_version=99),), "schema.json: schema_version: expected 1, got 99"),
@@ -465,8 +469,17 @@ def test_mistakes_give_one_line(tmp_path):
         ((tmp_path / "bytes.json",), "bytes.json: is no JSON"),
         ((tmp_path / "nowhere.json",), "nowhere.json: cannot be read"),
         ((tmp_path / "empty",), "report: expected one run or more, got none"),
-        ((good, "-o", tmp_path / "no" / "a.html"), "report: no folder for"),
-        ((good, "-o", tmp_path), "report: expected a file to write, got the folder"),
+        ((tmp_path / "deep.json",), "deep.json: is no JSON"),
+        ((tmp_path / "huge.json",), "huge.json: is no JSON"),
+        ((record("true", schema_version=True),), "schema_version: expected 1, got True"),
+        ((record("float", schema_version=1.0),), "schema_version: expected 1, got 1.0"),
+        (("",), "report: expected files or folders, got ''"),
+        ((good, "-o", tmp_path / "no" / "a.html"), "output: no folder for"),
+        ((good, "-o", tmp_path), "output: expected a file to write, got the folder"),
+        ((good, "-o", ""), "output: expected a file to write, got the folder"),
+        ((good, "-o", good), "output: "),
+        ((good.parent / "alone", "-o", alone), "is read by this command, which would replace it"),
+        ((good, "--markdown", "--into", tmp_path), "into: expected a file to write, got the"),
         ((good, "--into", "README.md"), "into: goes with --markdown"),
         ((good, "--markdown", "-o", "a.html"), "output: --markdown prints"),
         ((good, "--markdown", "--into", tmp_path / "plain.md"), "into: expected one"),

@@ -320,6 +320,7 @@ def test_a_failure_exits_with_1_and_names_the_figure(monkeypatch):
         (["gdn-1x1-small", "--op", "extend_attention"], "is a case of gated_delta_rule"),
         (["gdn-1x1-small", "--implementation", "cuda"], "implementation: expected all or one of"),
         (["gdn-1x1-small", "--implementation", "hopper"], "nothing was verified"),
+        (["gdn-1x1-small", "--against", "sdpa"], "sdpa: computes softmax attention, not"),
         (["gdn-1x1-small", "--device", "toaster"], "device: toaster"),
         (["gdn-1x1-small", "--json", "/nowhere/run.json"], "no folder"),
         (["tiles", "--tiling", "64"], "tiling: expected ROWSxKEYS"),

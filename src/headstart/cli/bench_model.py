@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.bench import device_of, names_of, progress
-from headstart.cli.commands import Seconds, need, seed_option
+from headstart.cli.bench import names_of, progress
+from headstart.cli.commands import Command, Seconds, need, seed_option
+from headstart.cli.devices import device_of
 
 if TYPE_CHECKING:
     from headstart.evidence.models.records import ModelArm, ModelResult
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model",
     required=True,

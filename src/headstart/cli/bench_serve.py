@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from headstart.cli.bench import progress
-from headstart.cli.commands import need, seed_option
+from headstart.cli.commands import Command, need, seed_option
 
 if TYPE_CHECKING:
     from headstart.evidence.serving.rounds import Served
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model",
     default="tiny-qwen3-next",

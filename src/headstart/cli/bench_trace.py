@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headstart.cli.bench import progress
-from headstart.cli.commands import need, seed_option
+from headstart.cli.commands import Command, need, seed_option
+from headstart.cli.devices import device_of
 
 if TYPE_CHECKING:
     from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
@@ -17,7 +18,7 @@ PARTS = ("bookkeeping", "replay", "workloads")
 GIB = 2**30
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--trace",
     "trace_file",
@@ -113,7 +114,6 @@ def trace(
     Exits with 1 if a bit differs between a hit and a cold prefill.
     """
     need("evidence", "pydantic", "numpy")
-    from headstart.cli.verify import place
     from headstart.evidence import runs
     from headstart.evidence.traffic.bookkeeping import MODELS, hit_shares
     from headstart.evidence.traffic.trace import GRAIN, read, texts
@@ -127,9 +127,9 @@ def trace(
     expect_choice("sizes", sizes, tuple(MODELS))
     if requests != "all" and not (requests.isdecimal() and int(requests)):
         raise ValueError(f"requests: expected a positive number or all, got {requests!r}")
-    on = place(device)
+    on = device_of(device)
     if json_file is not None:
-        runs.expect_writable(json_file)
+        runs.expect_writable(json_file, sources=[trace_file])
     whole = read(trace_file)
     sample = whole if requests == "all" else whole.sample(int(requests), seed)
     results: list[Any] = []

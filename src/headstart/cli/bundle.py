@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from headstart.cli.commands import Group
+
 MODELS = click.option(
     "--models",
     multiple=True,
@@ -20,7 +22,7 @@ MODELS = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Compile kernels ahead of time; see what a bundle holds and what it lacks."""
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import click
 
+from headstart.cli.commands import Group
+
 OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d", "model")
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """List the workloads, or show one."""
 

@@ -32,6 +32,25 @@ NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """How a group without a command asks for its help; older versions of click print it themselves."""
 
 
+class Command(click.Command):
+    """A command that refuses an option given twice, whose first value would go unsaid."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and raise a usage error for an option of one value that stands there again."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option in given:
+            single = isinstance(option, click.Option) and not (option.multiple or option.count)
+            if single and (times := given.count(option)) > 1:
+                raise click.UsageError(f"{option.opts[0]}: expected once, got it {times} times")
+        return super().parse_args(ctx, args)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
 class Commands(click.Group):
     """Commands by name, each the `command` of the module of that name, loaded when needed."""
 
@@ -80,10 +99,11 @@ def need(extra: str, *modules: str) -> None:
 
 
 class Seconds(click.FloatRange):
-    """Seconds of at least `least`; not NaN, which click finds in every range."""
+    """Seconds of at least `least` and within what clocks take; not NaN, which click finds in every
+    range."""
 
     def __init__(self, least: float) -> None:
-        super().__init__(min=least)
+        super().__init__(min=least, max=1e8)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number, or a mistake of the caller's."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from headstart.cli.commands import Command
 
-@click.command()
+
+@click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def command(as_json: bool) -> None:
     """Print versions, devices, implementations, tables and HEADSTART_* variables."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import Command, need
 
 if TYPE_CHECKING:
     from headstart.evidence.prefill.compare import Comparison
@@ -21,7 +21,7 @@ PATIENCE = 1.0
 """Seconds after which a run shows a progress bar."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model", required=True, metavar="NAME|DIR", help="A shipped checkpoint or a folder."
 )
@@ -68,7 +68,7 @@ def command(
 
     prompt = read_prompt(prompt_file)
     if json_file is not None:
-        expect_writable(json_file)
+        expect_writable(json_file, sources=[prompt_file])
     loaded = load(model)
     options = Options(
         step=step,

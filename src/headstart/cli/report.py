@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import Command, need
 
 PAGE = "report.html"
 """Where the page goes if nobody says."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run_files", metavar="RUN...", nargs=-1, required=True)
 @click.option("-o", "--output", metavar="FILE", help=f"Where the page goes; {PAGE} if left out.")
 @click.option(
@@ -40,11 +40,14 @@ def command(
     from headstart.evidence import report
     from headstart.evidence.files import expect_writable, write
 
-    for path in filter(None, (into if as_markdown else output or PAGE,)):
-        expect_writable(path, "report")
+    page = PAGE if output is None else output
+    if not as_markdown:
+        expect_writable(page, "output", sources=report.run_paths(run_files))
+    elif into is not None:
+        expect_writable(into, "into")
     files = report.read_runs(run_files)
     if not as_markdown:
-        write(output or PAGE, report.page(files), "report")
+        write(page, report.page(files), "output")
     elif into is None:
         print(report.markdown(files))
     else:
@@ -53,5 +56,5 @@ def command(
             text = document.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"into: cannot read {into}: {error}") from error
-        write(document, report.fill_block(text, report.markdown(files)), "report")
+        write(document, report.fill_block(text, report.markdown(files)), "into")
         print(f"{into}: results of {len(files)} runs" if files else f"{into}: {report.NOTHING}")

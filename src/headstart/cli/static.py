@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import Command, need
 
 COLUMNS = (
     "kernel",
@@ -28,7 +28,7 @@ COLUMNS = (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--kernel", "pattern", default="*", metavar="PATTERN", help="Only names that fit.")
 @click.option("--target", "targets", multiple=True, metavar="T", help="cuda:90, gfx942, ...; all.")
 @click.option(
@@ -74,7 +74,7 @@ def command(
     from headstart.evidence.static.collect import collect, resolve_targets
 
     if json_file is not None:
-        runs.expect_writable(json_file)
+        runs.expect_writable(json_file, sources=[] if other is None else [other])
     for place in places:
         if place.count(":") != 1 or not all(place.split(":")):
             raise ValueError(f"place: expected MODULE:FUNCTION, got {place!r}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.commands import Seconds, need, seed_option
+from headstart.cli.commands import Command, Seconds, need, seed_option
+from headstart.cli.devices import device_of
 
 if TYPE_CHECKING:
     from headstart.evidence.tuning.results import KeyResult
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm_gated")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--op", "operation", type=click.Choice(OPERATIONS), required=True)
 @click.option("--cases", "patterns", multiple=True, default=("*",), metavar="PATTERN",
               help="Ids of `headstart cases list`; small ones by patterns in -small.")  # fmt: skip
@@ -55,10 +56,9 @@ def command(
     Both files are written after each key, so an interrupted run keeps what it measured.
     """
     need("evidence", "pydantic", "numpy")
-    import torch
 
     from headstart.cli.prefill import progress_bar
-    from headstart.cli.verify import DTYPES, place
+    from headstart.cli.verify import DTYPES
     from headstart.evidence.files import expect_writable
     from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
     from headstart.evidence.tuning.sweep import DeviceLost, plan
@@ -67,7 +67,7 @@ def command(
 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {list(DTYPES)}, got {dtype!r}")
-    where = place(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     points = chosen_points(operation, patterns, _shares(shares), dtype)
     if sentence := declines_tensors(where, points[0].case.torch_dtype):
         raise Declined(f"tune on {where}: {sentence}")

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import need, seed_option
+from headstart.cli.commands import Command, Group, need, seed_option
+from headstart.cli.devices import device_of
 
 if TYPE_CHECKING:
-    import torch
-
     from headstart.evidence.cases import Case
     from headstart.evidence.verify import Verification
 
@@ -34,7 +33,7 @@ FEW = 12
 """Up to so many verifications are shown output by output."""
 
 
-class Parts(click.Group):
+class Parts(Group):
     """Subcommands by name; anything else is a case for `cases`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -72,20 +71,6 @@ def device_option(function: Any) -> Any:
     )(function)
 
 
-def place(device: str) -> torch.device:
-    """The device called so; ValueError where it is none, not here, or holds no values."""
-    import torch
-
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: {device}: {str(error).splitlines()[0]}") from error
-    if found.type == "meta":
-        raise ValueError("device: expected one that computes, got meta")
-    return found
-
-
 def implementations(op: str, name: str) -> list[str]:
     """The implementations of an operation that `name` stands for."""
     from headstart.runtime.dispatch import NAMES, operations
@@ -97,7 +82,7 @@ def implementations(op: str, name: str) -> list[str]:
     return [name]
 
 
-@click.command("cases")
+@click.command("cases", cls=Command)
 @click.argument("case_ids", metavar="[CASE ...]", nargs=-1)
 @click.option("--op", type=click.Choice(OPERATIONS), help="Only cases of one operation.")
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
@@ -142,7 +127,7 @@ def cases(
         runs.expect_writable(json_file)
     chosen = _chosen(case_ids, op)
     work = [(case, name) for case in chosen for name in implementations(case.op, implementation)]
-    where = place(device)
+    where = device_of(device)
     kind = None if dtype is None else getattr(torch, dtype)
     if jobs is None:
         jobs = (os.cpu_count() or 1) if where.type == "cpu" else 1
@@ -158,9 +143,8 @@ def cases(
             kept=cache,
             progress=lambda share: show(int(share * STEPS)),
         )
+    expect_some([one.declined for one in found])
     ran = [one for one in found if one.declined is None]
-    if not ran:
-        raise ValueError(f"nothing was verified: {found[0].declined}")
     _print(found, outputs or len(ran) <= FEW)
     if json_file is not None:
         options = {
@@ -173,6 +157,14 @@ def cases(
         runs.save(json_file, "verify", found, options)
     ctx.exit(report_failures(f"{one.case}: {one.implementation}: {words}"
                              for one in ran for words in one.failures))  # fmt: skip
+
+
+def expect_some(declined: Sequence[str | None]) -> None:
+    """Raise ValueError, with every reason, where each of these was declined."""
+    reasons = list(dict.fromkeys(sentence for sentence in declined if sentence is not None))
+    if declined and None not in declined:
+        more = f"; and {len(reasons) - FEW} other reasons" if len(reasons) > FEW else ""
+        raise ValueError(f"nothing was verified: {'; '.join(reasons[:FEW])}{more}")
 
 
 def report_failures(sentences: Any) -> int:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import need, seed_option
-from headstart.cli.verify import device_option, implementations, place, report_failures
+from headstart.cli.commands import Command, need, seed_option
+from headstart.cli.devices import device_of
+from headstart.cli.verify import device_option, expect_some, implementations, report_failures
 
 if TYPE_CHECKING:
     from headstart.evidence.verify.transcript import Transcript
@@ -19,7 +20,7 @@ json_option = click.option(
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--op", type=click.Choice(OPERATIONS), help="Only one operation.")
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
 @device_option
@@ -40,14 +41,14 @@ def bits(
 
     if json_file is not None:
         runs.expect_writable(json_file)
-    where = place(device)
+    where = device_of(device)
     found = []
     for operation in [op] if op else OPERATIONS:
         _, forms, checks = CHECKS[operation]
         for name in implementations(operation, implementation):
             with progress_bar(f"{operation} {name}", len(forms) * len(checks)) as show:
                 found += verify_bits(operation, name, device=where, progress=show)
-    _expect_some([one.declined for one in found])
+    expect_some([one.declined for one in found])
     print_table(
         ("operation", "implementation", "check", "form", "compared", "differing", ""),
         [
@@ -75,10 +76,10 @@ def bits(
     )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--implementation", default="torch", show_default=True, metavar="NAME|all")
 @device_option
-@click.option("--count", type=click.IntRange(min=1), default=12, show_default=True,
+@click.option("--count", type=click.IntRange(1, 100_000), default=12, show_default=True,
               help="Transcripts.")  # fmt: skip
 @click.option("--turns", type=click.IntRange(min=1), default=40, show_default=True,
               help="Random events of each.")  # fmt: skip
@@ -112,7 +113,7 @@ def transcript(
 
     if json_file is not None:
         runs.expect_writable(json_file)
-    where = place(device)
+    where = device_of(device)
     options = {"implementation": implementation, "count": count, "turns": turns, "seed": seed}
     found: list[Transcript] = []
     declined = []
@@ -138,7 +139,7 @@ def transcript(
             )
         declined += [(name, form, reason) for form, reason in left.items()]
     if not found:
-        raise ValueError(f"nothing was verified: {declined[0][-1]}")
+        expect_some([reason for _, _, reason in declined])
     events = sorted({event for one in found for event in one.events})
     print_table(
         ("implementation", "form", "seed", "rows", "of tolerance", ""),
@@ -168,8 +169,3 @@ def transcript(
             if one.failure
         )
     )
-
-
-def _expect_some(declined: list[str | None]) -> None:
-    if declined and all(sentence is not None for sentence in declined):
-        raise ValueError(f"nothing was verified: {declined[0]}")

@@ -6,10 +6,10 @@ import os
 
 import click
 
-from headstart.cli.commands import need
+from headstart.cli.commands import Command, need
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--tiling", default="64x64", show_default=True, metavar="ROWSxKEYS",
               help="For the predicted saving of each case.")  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write all counts there.")

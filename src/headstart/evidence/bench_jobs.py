@@ -24,6 +24,10 @@ ARMS = 0.8
 interrupted, such as a compiler at work."""
 
 
+HEARING = 5.0
+"""Seconds in which a process that is ended may still clear away what it made."""
+
+
 class Job(Record):
     """One case to prepare and time.
 
@@ -126,9 +130,13 @@ class _Worker:
         return Lost(lines[-1] if lines else f"ended with {self._process.wait()}")
 
     def end(self) -> None:
-        """End the process, whatever it is at."""
-        self._process.kill()
-        self._process.wait()
+        """End the process, whatever it is at; it may clear away what it made, if it hears."""
+        self._process.terminate()
+        try:
+            self._process.wait(HEARING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _tell(self, words: str) -> None:
         assert self._process.stdin is not None

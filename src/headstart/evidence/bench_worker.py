@@ -7,6 +7,7 @@ a `CaseResult`.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import torch
@@ -19,6 +20,8 @@ from headstart.evidence.benching import DeviceLost, Prepared
 
 def main() -> None:
     """Do the job on standard input."""
+    # Whoever is ended removes the copies of the package that it runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     job = Job.model_validate_json(sys.stdin.readline())
     # Whatever arms print, answers alone go to the parent.
     answers = os.fdopen(os.dup(1), "w")
@@ -41,9 +44,11 @@ def main() -> None:
             progress=say,
         )
         say(READY)
-        if sys.stdin.readline():  # else the parent is gone
-            result = prepared.time(job.rounds, job.clock)
-            say(result.model_dump_json())
+        # Without a line the parent is gone.
+        result = prepared.time(job.rounds, job.clock) if sys.stdin.readline() else None
+    # Said last: the parent ends a worker that has answered, and copies must be gone by then.
+    if result is not None:
+        say(result.model_dump_json())
 
 
 if __name__ == "__main__":

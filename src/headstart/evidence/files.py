@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def expect_writable(path: Path | str, option: str = "json") -> None:
+def expect_writable(
+    path: Path | str, option: str = "json", sources: Iterable[Path | str] = ()
+) -> None:
     """Raise ValueError, before the work is done, if a file cannot be written there.
 
     option: what the command calls the path. What the file holds stays as it is, and a file that is
-    not there is not left behind.
+    not there is not left behind. sources: files that the command reads, which it must not replace.
 
     >>> expect_writable("/", option="json")
     Traceback (most recent call last):
@@ -21,6 +24,8 @@ def expect_writable(path: Path | str, option: str = "json") -> None:
             raise ValueError(f"{option}: expected a file to write, got the folder {path or '.'}")
         if not place.parent.is_dir():
             raise ValueError(f"{option}: no folder for {path}")
+        if place in (Path(source).resolve() for source in sources):
+            raise ValueError(f"{option}: {path} is read by this command, which would replace it")
         there = place.exists()
         if there and not place.is_file():
             return  # a pipe or a device: trying would already be writing

@@ -49,12 +49,14 @@ def orders(count: int, rounds: int) -> list[tuple[int, ...]]:
     Over 2 * count rounds every arm stands at every place twice, with each of its two neighbours of
     the list before it.
 
+    Without arms there are no rounds.
+
     >>> orders(3, 6)
     [(0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 0, 2)]
     """
     arms = list(range(count))
     found = []
-    for index in range(rounds):
+    for index in range(rounds if count else 0):
         turn, shift = divmod(index, count)
         order = arms[shift:] + arms[:shift]
         found.append(tuple(order[::-1] if turn % 2 else order))

@@ -104,14 +104,13 @@ def load(path: Path | str, model: type[R] = dict, kind: str | None = None) -> Ru
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no text, no JSON, a number or depth too large
         raise ValueError(f"{path}: is no JSON: {error}") from error
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ValueError(f"{path}: schema_version: missing; this is no run record")
-    if data["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path}: schema_version: expected {SCHEMA_VERSION}, got {data['schema_version']!r}"
-        )
+    version = data["schema_version"]
+    if version != SCHEMA_VERSION or type(version) is not int:
+        raise ValueError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {version!r}")
     try:
         run = Run[model].model_validate(data)
     except ValidationError as error:

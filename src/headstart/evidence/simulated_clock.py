@@ -19,6 +19,8 @@ SWITCH = 1 / 60
 DRIFT = 0.0005
 SPIKES = (0.02, 0.3)
 FIRST_PLACE = 0.004
+COVERED, FOUND = (0.92, 0.98), 0.95
+"""What is asked of a 95 % interval: how often it holds the truth, and finds what is planted."""
 
 
 class SimulatedClock:
@@ -66,7 +68,17 @@ class Promise(Record):
     @property
     def kept(self) -> bool:
         """Whether coverage lies within 92 to 98 % and the planted difference is found in 95 %."""
-        return 0.92 <= self.coverage <= 0.98 and self.found >= 0.95
+        return COVERED[0] <= self.coverage <= COVERED[1] and self.found >= FOUND
+
+    @property
+    def verdict(self) -> str:
+        """Both figures beside what is asked of them."""
+        low, high = COVERED
+        return (
+            f"{self.interval} holds 1 in {self.coverage:.1%} of {self.experiments} experiments, "
+            f"expected {low:.0%} to {high:.0%}; {self.planted:.1%} found in {self.found:.1%}, "
+            f"expected {FOUND:.0%}"
+        )
 
 
 INTERVALS: dict[str, Callable[[np.ndarray], tuple[float, float]]] = {

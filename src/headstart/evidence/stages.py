@@ -30,6 +30,7 @@ from headstart.evidence.timing import host_and_wall, synchronize, warm
 ROUNDS = 24
 PROFILES = 5
 AS_IT_STANDS = "the case"
+FAILED = "failed"
 
 
 class Stage(Record):
@@ -79,6 +80,11 @@ class StagesResult(Record):
     scratch: int | None = None
     against: Ratio | None = None
     device_ratio: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the arm raised."""
+        return self.sentence.startswith(FAILED)
 
 
 Make = Callable[[torch.device, int], Arm]
@@ -164,7 +170,7 @@ def stages_of_case(
                 except (Unfit, NotImplementedError) as reason:
                     result = result.model_copy(update={"sentence": f"declined: {reason}"})
                 except Exception as error:  # an arm that cannot run is a result
-                    sentence = f"failed: {type(error).__name__}: {error}"
+                    sentence = f"{FAILED}: {type(error).__name__}: {error}"
                     result = result.model_copy(update={"sentence": " ".join(sentence.split())})
                 else:
                     running.append((len(results), arm))

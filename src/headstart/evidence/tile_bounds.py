@@ -9,16 +9,15 @@ key, its tiles are marked, and the ranges of `ops/extend_attention/tiles.py` are
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.runs import Record
+from headstart.evidence.workers import spread
 from headstart.ops.extend_attention import tiles
 
 TILINGS = ((64, 64), (64, 128), (128, 128), (32, 64), (16, 64), (32, 32), (128, 64), (128, 32))
@@ -120,15 +119,10 @@ def brute_force(
         for rule, window in itertools.product(rules, windows)
     ]
     totals = {rule.name: np.zeros(len(_NAMES), dtype=np.int64) for rule in rules}
-    with ExitStack() as stack:
-        if processes > 1:
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes))
-            results = pool.imap(_slice, work)
-        else:
-            results = map(_slice, work)
-        for done, ((rule, *_), counted) in enumerate(zip(work, results, strict=True), start=1):
-            totals[rule.name] += counted
-            progress(done)
+    results = spread((partial(_slice, part) for part in work), processes)
+    for done, ((rule, *_), counted) in enumerate(zip(work, results, strict=True), start=1):
+        totals[rule.name] += counted
+        progress(done)
     return [
         Count(rules=name, **dict(zip(_NAMES, map(int, total), strict=True)))
         for name, total in totals.items()

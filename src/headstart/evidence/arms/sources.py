@@ -31,9 +31,14 @@ class Sources:
         self._packages: dict[str, str] = {}
         for name in names:
             arm, at, other = name.partition("@")
-            if arm not in arms.ARMS and revisions.commit(arm.partition(":")[0]) is None:
+            revision, colon, implementation = arm.partition(":")
+            if arm not in arms.ARMS and revisions.commit(revision) is None:
                 raise ValueError(
                     f"arm: expected one of {list(arms.ARMS)} or a git revision, got {arm!r}"
+                )
+            if colon and implementation not in arms.OURS:
+                raise ValueError(
+                    f"arm: expected one of {list(arms.OURS)} after {revision}:, got {arm!r}"
                 )
             if at:
                 cases.get(other)

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import headstart
 from headstart.evidence.mutants.equivalent import expect_current, reason_of
@@ -29,13 +30,15 @@ from headstart.evidence.mutants.record import Found, Mutant, Verdict
 PACKAGE = Path(headstart.__file__).parent
 LEAST_LIMIT, SLOWER = 30.0, 10.0
 """A build hangs where a check takes more seconds than this, and than the unedited package so many
-times over."""
+times over; on a CPU they are seconds of the processor, whatever else is busy there."""
+WAITING = 10.0
+"""So many times a limit in seconds of the processor a build may take by the clock."""
 COMPILING = 120.0
 """`LEAST_LIMIT` on a device: an edited kernel is compiled in its check."""
 FIRST_LIMIT = 600.0
 """Seconds of a check on the unedited package."""
-STARTING = 120.0
-"""Seconds in which a worker loads and unloads, beside its checks."""
+STARTING = 600.0
+"""Seconds in which a worker loads and unloads, beside its checks, on a machine busy with more."""
 NOT_COPIED = ("checkpoints", "tables")
 """Folders that no check reads; only their code is copied."""
 
@@ -108,11 +111,12 @@ def judge(
     Raises DoesNotLoad.
     """
     seconds = [FIRST_LIMIT if limits is None else limits[name] for name in checks]
-    job = {
+    job: dict[str, Any] = {
         "implementation": implementation,
         "device": device,
         "checks": list(checks),
-        "limits": seconds,
+        "processor": seconds if device == "cpu" else [0.0] * len(checks),
+        "clock": [WAITING * one for one in seconds] if device == "cpu" else seconds,
         "all": everything,
     }
     began = time.perf_counter()
@@ -136,17 +140,20 @@ def judge(
         )
         ended = None
         try:
-            said, complaints = worker.communicate(json.dumps(job), sum(seconds) + STARTING)
+            said, complaints = worker.communicate(json.dumps(job), sum(job["clock"]) + STARTING)
         except subprocess.TimeoutExpired:
             worker.kill()
             said, complaints = worker.communicate()
             ended = "hang"
         if worker.returncode and ended is None:
-            ended = "hang" if worker.returncode == -signal.SIGALRM else "death"
+            ended = "hang" if -worker.returncode in (signal.SIGPROF, signal.SIGALRM) else "death"
         place, *lines = said.splitlines() or [""]
         if not place:
             name = "the unedited package" if mutant is None else mutant.name
-            raise DoesNotLoad(f"mutants: {name} does not load: {complaints.strip()[-300:]}")
+            words = f"{ended} after {time.perf_counter() - began:.0f} s"
+            raise DoesNotLoad(
+                f"mutants: {name} does not load: {complaints.strip()[-300:] or words}"
+            )
         if Path(place).resolve() != (folder / PACKAGE.name).resolve():
             raise ValueError(f"mutants: the worker loaded {place}, not the copy in {folder}")
     verdicts = [Verdict.model_validate_json(line) for line in lines]
@@ -256,10 +263,10 @@ def run_mutants(
     """What becomes of every mutant, in order; `told` hears of each as it ends.
 
     jobs: worker processes at a time, each with one thread. spare: generated mutants for those that
-    do not load. doubted: hears of each check that the unedited package fails; no mutant is asked
-    such a check, and one that has no other is left out.
-    Raises ValueError before any work where an edit or an explanation does not apply, and before any
-    mutant where the unedited package fails a check that nobody hears of.
+    do not load. doubted: hears of each check that the unedited package fails, which no mutant is
+    asked then, and of each mutant that is left out: no check is left for it, or it does not load.
+    Raises ValueError before any work where an edit or an explanation does not apply, and for each
+    of the above that nobody hears of.
     """
     # One copy for the whole run: nobody's edit of the package reaches into it.
     with edited_copy(None) as folder:
@@ -268,11 +275,16 @@ def run_mutants(
             expect_applies(mutant, package)
         expect_current(package / "ops")
         seconds, failures = sound_checks(mutants, device, jobs, package)
-        for failure in failures:
-            if doubted is None:
-                raise ValueError(failure)
-            doubted(failure)
         lock = threading.Lock()
+
+        def doubt(reason: Exception) -> None:
+            if doubted is None:
+                raise reason
+            with lock:
+                doubted(str(reason))
+
+        for failure in failures:
+            doubt(ValueError(failure))
         least = LEAST_LIMIT if device == "cpu" else COMPILING
 
         def run(drawn: Mutant) -> Found | None:
@@ -282,6 +294,8 @@ def run_mutants(
                 if (drawn.implementation, check) in seconds
             }
             if not mine and failures:
+                if not drawn.generated:
+                    doubt(ValueError(f"mutants: no sound check is left for {drawn.name}"))
                 return None
             if not mine:
                 raise ValueError(
@@ -293,16 +307,15 @@ def run_mutants(
             mutant = replace(drawn, checks=tuple(order))
             try:
                 found = run_mutant(mutant, device, package=package, limits=limits)
-            except DoesNotLoad:
-                if spare is None or not drawn.generated:
-                    raise
+            except DoesNotLoad as reason:
                 with lock:
                     # Of the same checks, which have shown themselves sound.
-                    alike = (one for one in spare if one.checks == drawn.checks)
-                    other = next(alike, None)
-                if other is None:
-                    raise
-                return run(other)
+                    others = spare if spare is not None and drawn.generated else ()
+                    other = next((one for one in others if one.checks == drawn.checks), None)
+                if other is not None:
+                    return run(other)
+                doubt(reason)
+                return None
             with lock:
                 told(found)
             return found

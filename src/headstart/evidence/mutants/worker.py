@@ -1,8 +1,9 @@
 """Runs checks in a process of its own, on whatever copy of the package is first on its path.
 
-Reads {"implementation", "device", "checks", "limits", "all"} as JSON from standard input; prints
-where the package lies, then a verdict a line. Stops at the first failure unless "all". A check that
-takes longer than its limit in seconds ends the process by SIGALRM, whatever the build is at.
+Reads {"implementation", "device", "checks", "processor", "clock", "all"} as JSON from standard
+input; prints where the package lies, then a verdict a line. Stops at the first failure unless
+"all". A check that takes more seconds of the processor, or by the clock, than its limit (0: none)
+ends the process by a signal, whatever the build is at.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ def main() -> None:
         for name in operation.places:
             operation.implementation(name)
     print(Path(headstart.__file__).parent, file=verdicts, flush=True)
-    for name, limit in zip(job["checks"], job["limits"], strict=True):
-        # Nobody handles the signal: the kernel ends a process that holds Python's lock as well.
-        signal.setitimer(signal.ITIMER_REAL, limit)
+    limits = zip(job["checks"], job["processor"], job["clock"], strict=True)
+    for name, processor, clock in limits:
+        # Nobody handles the signals: the kernel ends a process that holds Python's lock as well.
+        signal.setitimer(signal.ITIMER_PROF, processor)
+        signal.setitimer(signal.ITIMER_REAL, clock)
         verdict = judged(name, job["implementation"], job["device"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(verdict.model_dump_json(), file=verdicts, flush=True)
         if verdict.failure and not job["all"]:

@@ -2,6 +2,6 @@
 
 from headstart.evidence.report.markdown import NOTHING, fill_block, markdown
 from headstart.evidence.report.page import page
-from headstart.evidence.report.reading import RunFile, read_runs
+from headstart.evidence.report.reading import RunFile, read_runs, run_paths
 
-__all__ = ["NOTHING", "RunFile", "fill_block", "markdown", "page", "read_runs"]
+__all__ = ["NOTHING", "RunFile", "fill_block", "markdown", "page", "read_runs", "run_paths"]

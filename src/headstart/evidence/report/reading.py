@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,7 +108,7 @@ def read_runs(paths: Sequence[Path | str]) -> list[RunFile]:
     does.
     """
     found = []
-    for path in _files(paths):
+    for path in run_paths(paths):
         kind = runs.load(path).kind
         if kind not in KINDS:
             raise ValueError(f"{path}: kind: expected one of {list(KINDS)}, got {kind!r}")
@@ -116,12 +116,15 @@ def read_runs(paths: Sequence[Path | str]) -> list[RunFile]:
     return found
 
 
-def _files(paths: Sequence[Path | str]) -> Iterator[Path]:
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from sorted(path.glob("*.json"))
-        else:
-            yield path
+def run_paths(paths: Sequence[Path | str]) -> list[Path]:
+    """The files that these paths stand for: themselves, or every *.json of a folder."""
+    found: list[Path] = []
+    for given in paths:
+        if not str(given):
+            raise ValueError("report: expected files or folders, got ''")
+        path = Path(given)
+        found += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return found
 
 
 def results(files: Sequence[RunFile], model: type[M]) -> list[tuple[RunFile, M]]:

@@ -9,11 +9,9 @@ it knows its own truth. Decays of -inf and -316 fall late in chunks; drafts run 
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from headstart.evidence.oracles import delta as oracle
 from headstart.evidence.poison import poisoned_memory
 from headstart.evidence.runs import Record
 from headstart.evidence.verify.tolerances import WIDE
+from headstart.evidence.workers import spread
 from headstart.runtime.dispatch import Declined
 
 SIZES = (1, 2, 16, 24)
@@ -536,25 +535,15 @@ def verify_transcripts(
             declined[form] = str(reason)
     if not forms:
         return [], declined
-    calls = [
+    calls = (
         functools.partial(
             verify_transcript, implementation, forms[n % len(forms)], seed + n, turns=turns,
             **options,
         )
         for n in range(count)
-    ]  # fmt: skip
+    )  # fmt: skip
     found: list[Transcript] = []
-    with ExitStack() as stack:
-        results: Iterable[Transcript] = map(_called, calls)
-        if processes > 1:
-            context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(processes, torch.set_num_threads, (1,)))
-            results = pool.imap(_called, calls)
-        for one in results:
-            found.append(one)
-            told(one)
+    for one in spread(calls, min(processes, count)):
+        found.append(one)
+        told(one)
     return found, declined
-
-
-def _called(call: Callable[[], Transcript]) -> Transcript:
-    return call()

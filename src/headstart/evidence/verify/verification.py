@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from headstart.evidence.verify.computing import Computed, compute
 from headstart.evidence.verify.figures import Measured, Meter
 from headstart.evidence.verify.references import truths
 from headstart.evidence.verify.tolerances import Tolerance, tolerance
+from headstart.evidence.workers import spread
 from headstart.runtime.dispatch import Declined
 
 
@@ -179,12 +179,11 @@ def verify_many(
     total, done, found = sum(weights), 0, []
     if processes > 1 and len(jobs) > 1:
         calls = [functools.partial(verify_case, case, name, **options) for case, name in jobs]
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(min(processes, len(jobs)), torch.set_num_threads, (1,)) as pool:
-            for result, weight in zip(pool.imap(_call, calls), weights, strict=True):
-                found.append(result)
-                done += weight
-                progress(done / total)
+        results = spread(calls, min(processes, len(jobs)))
+        for result, weight in zip(results, weights, strict=True):
+            found.append(result)
+            done += weight
+            progress(done / total)
         return found
     for (case, name), weight in zip(jobs, weights, strict=True):
 
@@ -195,10 +194,6 @@ def verify_many(
         done += weight
         progress(done / total)
     return found
-
-
-def _call(job: Callable[[], Verification]) -> Verification:
-    return job()
 
 
 def _asked(case: Case, output: str, meter: Meter, result: Verification) -> Tolerance:
