@@ -1,9 +1,11 @@
 """What enabling changes, and what it leaves alone; observers, statistics, and what is refused."""
 
 import copy
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -435,6 +437,30 @@ def test_a_multimodal_model_s_text():
     assert torch.equal(again, generated)
     assert statistics(model).calls["linear_attention", "gated_delta_rule", "torch"] > 0
     assert model.config.get_text_config() is model.model.language_model.config
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-next"])
+def test_continuous_batching_is_refused_and_harms_nothing(family):
+    """transformers takes its own attention alone there, and no model with linear layers."""
+    model = enable(make(family))
+    ids = tokens(1, 20)
+    wanted = model(ids).logits
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("this version has none")
+    with pytest.raises(ValueError, match="headstart is not supported for continuous batching"):
+        model.generate_batch([ids[0].tolist()], max_new_tokens=2)
+    assert torch.equal(model(ids).logits, wanted)
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs/transformers.md"
+
+
+def test_the_documents_example_runs(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    with torch.inference_mode(False), torch.no_grad():
+        exec(compile(block, str(DOCUMENT), "exec"), {})
+    assert re.search(r"^48 calls of gated_delta_rule in linear_attention layers by \w+$",
+                     capsys.readouterr().out, re.M)  # fmt: skip
 
 
 def test_every_family_is_tested():
