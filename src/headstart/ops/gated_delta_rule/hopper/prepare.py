@@ -99,11 +99,9 @@ def diagonal_inverse(A, WILD: gl.constexpr):
 
 
 @gluon.jit
-def unit_lower_inverse(A, a_blocks, d_block, WILD: gl.constexpr):
-    """(I + A)^-1 of A [64, 64]; a_blocks, d_block: shared memory for blocks of A and D."""
+def columns_of(A):
+    """Three columns of blocks [64, 16] of A [64, 64], and those on its diagonal."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ROW, 2)
     a0, a1, a2, a3 = quarters(A)
     a0 = gl.convert_layout(a0, ROW)
     a1 = gl.convert_layout(a1, ROW)
@@ -111,6 +109,17 @@ def unit_lower_inverse(A, a_blocks, d_block, WILD: gl.constexpr):
     a3 = gl.convert_layout(a3, ROW)
     own = (gl.arange(0, 64, layout=gl.SliceLayout(1, ROW)) // 16)[:, None]
     on = gl.where(own == 0, a0, gl.where(own == 1, a1, gl.where(own == 2, a2, a3)))
+    return a0, a1, a2, on
+
+
+@gluon.jit
+def unit_lower_inverse(columns, a_blocks, d_block, WILD: gl.constexpr):
+    """(I + A)^-1 of A in columns; a_blocks, d_block: shared memory for blocks of A and D."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ROW, 2)
+    a0, a1, a2, on = columns
+    own = (gl.arange(0, 64, layout=gl.SliceLayout(1, ROW)) // 16)[:, None]
     D = diagonal_inverse(on, WILD)
     a_blocks.index(0).store(operand(-a0, ROW, WILD))
     a_blocks.index(1).store(operand(-a1, ROW, WILD))
@@ -238,12 +247,12 @@ def scores_of(
 
 
 @gluon.jit
-def bounded_inverse(A, a_blocks, d_block, wild, dtype: gl.constexpr):
-    """T = (I + A)^-1, and its first row that `dtype` cannot hold: 0 from there on."""
-    ROW: gl.constexpr = A.type.layout
+def bounded_inverse(columns, a_blocks, d_block, wild, dtype: gl.constexpr):
+    """T = (I + A)^-1 of A in columns, and its first row that `dtype` cannot hold: 0 from there."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     grown = 64
     if wild > 0:
-        inverse = unit_lower_inverse(A, a_blocks, d_block, True)
+        inverse = unit_lower_inverse(columns, a_blocks, d_block, True)
         inverse = gl.convert_layout(inverse, ROW)
         # What T multiplies must fit the dtype that it is stored in.
         most: gl.constexpr = 512.0 if dtype == gl.float16 else 6e4
@@ -252,7 +261,7 @@ def bounded_inverse(A, a_blocks, d_block, wild, dtype: gl.constexpr):
         grown = gl.min(gl.where(beyond > 0, i, 64), 0)
         inverse = gl.where((i < grown)[:, None], inverse, 0.0)
     else:
-        inverse = unit_lower_inverse(A, a_blocks, d_block, False)
+        inverse = unit_lower_inverse(columns, a_blocks, d_block, False)
         inverse = gl.convert_layout(inverse, ROW)
     return inverse, grown
 
@@ -394,7 +403,7 @@ def prepare_item(
         products, p, 0.0, strength, first_spoiled, high_i, rest_i, high_j, rest_j, reads
     )
     made.index(0).store(scores.to(dtype))
-    inverse, grown = bounded_inverse(A, a_blocks, d_block, wild, dtype)
+    inverse, grown = bounded_inverse(columns_of(A), a_blocks, d_block, wild, dtype)
     made.index(1).store(inverse.to(dtype))
     clean_row = gl.minimum(clean_row, grown)
     if clean_row < 64:

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, reinterpret, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import (
     bounded_inverse,
+    columns_of,
     inverse_norms,
     normalise,
     products_of,
@@ -213,7 +214,7 @@ def make_tiles(
     P_tile.store(scores.to(dtype))
     # Blocks of A and of its diagonal's inverse lie where T will.
     blocks = reinterpret(T_tile, gl.float16, [4, 64, 16], BLOCKS)
-    inverse, grown = bounded_inverse(A, blocks, blocks.index(3), wild, dtype)
+    inverse, grown = bounded_inverse(columns_of(A), blocks, blocks.index(3), wild, dtype)
     clean_row = gl.minimum(clean_row, grown)
 
     # As `decays` and, from the first row that is not finite on, `prepare` say.
