@@ -168,6 +168,11 @@ class Deadly(Program):
         os._exit(9)
 
 
+class Grouped(Program):
+    def compile(self):
+        raise RuntimeError(f"group {os.getpgid(0)}")
+
+
 def kind_of(kind, program):
     return kind(*(getattr(program, field.name) for field in dataclasses.fields(program)))
 
@@ -185,6 +190,13 @@ def test_a_compiler_that_takes_its_process_down_is_an_error(tmp_path):
     deadly = kind_of(Deadly, *rehearsed().values())
     with pytest.raises(ValueError, match="took its process down, in one of norm_kernel"):
         build(Bundle(tmp_path), [deadly], 1)
+
+
+def test_an_interrupt_at_a_terminal_is_not_the_compilers(tmp_path):
+    programs = [kind_of(Grouped, *rehearsed(channels=size).values()) for size in (64, 96)]
+    groups = {built.error.split()[-1] for built in build(Bundle(tmp_path), programs, 2)}
+    assert groups
+    assert str(os.getpgid(0)) not in groups
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -80,7 +81,10 @@ _work: tuple[Bundle, Sequence[Program], Sequence[Python]]
 
 def _begin(bundle: Bundle, programs: Sequence[Program], pythons: Sequence[Python]) -> None:
     global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    # The parent ends the pool. What a terminal interrupts is a group of processes: out of it, or
+    # compilers that are cut short tell stories of thousands of lines.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _work = bundle, programs, pythons
 
 
