@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tests.implementations import KERNELS
+from tests.implementations import DEVICE, KERNELS
 from tests.runtime.traced_calls import FORMS, World, outcome, same_bits
 
 from headstart import Workspace
@@ -44,6 +44,7 @@ def fresh(monkeypatch):
 
 
 @pytest.mark.kernels
+@pytest.mark.skipif(DEVICE != "cpu", reason="test_device.py ends a GPU's memory")
 @pytest.mark.parametrize("name", FORMS)
 def test_a_call_that_found_no_memory_may_be_made_again(fresh, name):
     """It has changed nothing that outlives it: no cache, no pool."""

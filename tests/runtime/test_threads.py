@@ -1,9 +1,11 @@
 """Threads with their own workspaces and caches compute what one thread computes, bit for bit."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
+from tests.implementations import DEVICE
 
 import headstart
 from headstart import DeltaCache, ExtendPlan, Gate, KVCache, Schedule, Workspace
@@ -22,26 +24,26 @@ class Service:
         total = sum(STEPS)
 
         def some(*shape):
-            return torch.randn(shape, generator=source)
+            return torch.randn(shape, generator=source).to(DEVICE)
 
         self.x, self.weight = some(total, CHANNELS), some(CHANNELS, 4)
         self.q, self.k, self.v = some(total, H, K), some(total, H, K), some(total, HV, V)
         self.g, self.beta, self.norm = -some(total, HV).abs(), some(total, HV), some(V)
-        self.kv = KVCache(torch.zeros(total, H, K), torch.zeros(total, H, K))
+        self.kv = KVCache(*(torch.zeros(total, H, K, device=DEVICE) for _ in "kv"))
         sizes = {"H": H, "HV": HV, "K": K, "V": V, "conv_channels": CHANNELS}
-        self.cache = DeltaCache(2, **sizes, dtype=torch.float32, device="cpu")
-        self.workspace, self.slot = Workspace("cpu"), self.cache.at([1])
+        self.cache = DeltaCache(2, **sizes, dtype=torch.float32, device=DEVICE)
+        self.workspace, self.slot = Workspace(DEVICE), self.cache.at([1])
 
     def step(self, begin: int, length: int) -> list[torch.Tensor]:
         rows = slice(begin, begin + length)
-        schedule = Schedule([length], start_positions=[begin], device="cpu")
+        schedule = Schedule([length], start_positions=[begin], device=DEVICE)
         y = headstart.causal_conv1d(self.x[rows], self.weight, schedule=schedule, state=self.slot).y
         o = headstart.gated_delta_rule(
             self.q[rows], self.k[rows], self.v[rows], self.g[rows], self.beta[rows],
             schedule=schedule, state=self.slot, gate=Gate.log(beta="logit"), qk_l2norm=True,
             workspace=self.workspace,
         ).o  # fmt: skip
-        plan = ExtendPlan.from_lengths([length], [begin], device="cpu")
+        plan = ExtendPlan.from_lengths([length], [begin], device=DEVICE)
         key = self.k[rows]
         seen = headstart.extend_attention(
             self.q[rows], key, key, plan=plan, cache=self.kv, window=50, workspace=self.workspace
@@ -74,18 +76,36 @@ def same(results: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(results, others, strict=True))
 
 
+def own_stream():
+    """On a GPU: what follows is on a stream of its own, and done when it ends."""
+    if DEVICE == "cpu":
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def entered():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    return entered()
+
+
 @pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize(("operation_threads", "calls"), [(1, CALLS), (2, CALLS // 5)])
 def test_threads_do_not_meet(spread, operation_threads, calls):
     spread(operation_threads)
     with torch.inference_mode():
         wanted = [Service(seed).run(1)[0] for seed in range(THREADS)]
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
     wrong: list[str] = []
     began = threading.Barrier(THREADS)
 
     def serve(seed: int) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), own_stream():
                 service = Service(seed)
                 began.wait()
                 for i, results in enumerate(service.run(calls)):
