@@ -69,7 +69,7 @@ def unit_lower_inverse(A, wild, stored: tl.constexpr, PRECISION: tl.constexpr):
     if wild:
         # What T multiplies must fit the dtype that it is stored in.
         most: tl.constexpr = 512.0 if stored == tl.float16 else 6e4
-        beyond = tl.max(tl.where(tl.abs(T) < most, 0, 1), 1)
-        grown = tl.min(tl.where(beyond > 0, rows, 64), 0)
+        beyond = tl.max(tl.where(tl.abs(T) < most, 0, 1), 1, keep_dims=True)
+        grown = tl.min(tl.where(beyond > 0, rows[:, None], 64))
         T = tl.where(rows[:, None] < grown, T, 0.0)
     return T.to(stored), grown

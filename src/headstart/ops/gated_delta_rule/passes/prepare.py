@@ -173,7 +173,8 @@ def prepare_kernel(
                 tl.store(q_tiles + key_tile + columns, qq)
         products = tl.dot(kk, tl.trans(kk), products, input_precision=PRECISION)
         p = tl.dot(qq, tl.trans(kk), p, input_precision=PRECISION)
-    norms = tl.sum(tl.where(i == j, products, 0.0), 1)
+    # [64, 1]: sums to a scalar of what comes from tensor memory must not begin with a vector.
+    norms = tl.sum(tl.where(i == j, products, 0.0), 1, keep_dims=True)
     # A sum over all tells whether to look for the row.
     clean_key = tl.full((), 64, tl.int32)
     if tl.sum(products * 0.0) != 0.0:
@@ -183,7 +184,7 @@ def prepare_kernel(
                 k_rows + columns, k_tail + columns, new, old, columns < K, k_norms, CACHED
             )
             clean_key = tl.minimum(clean_key, first_spoiled(kk))
-        clean_key = tl.minimum(clean_key, tl.min(tl.where(norms * 0.0 != 0.0, rows, 64), 0))
+        clean_key = tl.minimum(clean_key, tl.min(tl.where(norms * 0.0 != 0.0, i, 64)))
 
     for head in tl.range(first_head, first_head + together, num_stages=1):
         tile = local * HV + head
@@ -208,7 +209,7 @@ def prepare_kernel(
         scores = tl.where((i >= j) & kept[None, :], p * (G * scale), 0.0)
         store_tile(P, tile, scores.to(dtype), DESCRIBED)
         A = tl.where((i > j) & kept[:, None], products * G * b[:, None], 0.0)
-        wild = tl.max(tl.where(kept, norms * b, 0.0), 0) > TAME
+        wild = tl.max(tl.where(kept[:, None], norms * b[:, None], 0.0)) > TAME
         inverse, grown = unit_lower_inverse(A, wild, dtype, PRECISION)
         store_tile(T, tile, inverse, DESCRIBED)
         clean_row = tl.minimum(clean_row, grown)
