@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -15,7 +16,7 @@ import headstart as package
 from headstart import cli
 from headstart.cli.commands import COMMANDS, Command, headstart
 from headstart.evidence import cases
-from headstart.evidence.files import expect_writable
+from headstart.evidence.files import expect_writable, write
 
 
 def run(*arguments):
@@ -205,6 +206,31 @@ def test_trying_a_file_leaves_no_trace(tmp_path):
     assert not fresh.exists()
     assert link.is_symlink()
     assert not link.exists()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    kept, link = tmp_path / "kept", tmp_path / "link"
+    kept.write_text("as it was")
+    kept.chmod(0o640)
+    link.symlink_to(kept)
+    write(link, "as it is: ×")
+    assert kept.read_bytes().decode() == "as it is: ×"
+    assert (link.is_symlink(), kept.stat().st_mode & 0o777) == (True, 0o640)
+
+    def cut_short(self, text, **options):
+        with open(self, "w") as file:
+            file.write(text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        write(kept, "never seen")
+    assert kept.read_text() == "as it is: ×"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "link"]
+    monkeypatch.undo()
+    write("/dev/null", "to nobody")
+    with pytest.raises(ValueError, match=r"json: cannot write .*: No such file"):
+        write(tmp_path / "no" / "a.json", "")
 
 
 IMPORTS = {

@@ -256,7 +256,7 @@ def test_every_drawn_edit_applies_and_has_checks(owner):
 def test_more_than_there_is_cannot_be_drawn():
     with pytest.raises(ValueError, match="generated: expected at most"):
         drawn(100_000, "convolution", "torch")
-    with pytest.raises(ValueError, match="no sources for op None, implementation reference"):
+    with pytest.raises(ValueError, match="no sources for op any, implementation reference"):
         drawn(1, None, "reference")
 
 
@@ -328,8 +328,10 @@ def test_the_list_has_drawn_ones_where_they_are_run():
     ("arguments", "words"),
     [
         (["nobody"], "no mutant is called 'nobody'"),
+        (["delta-carry-scale"], "near: delta-carry-scaled"),
+        (["--list", "--json", "list.json"], "json: --list runs nothing"),
         (["--implementation", "cuda"], "implementation: expected all or one of"),
-        (["--implementation", "hopper"], "mutant: none for op None, implementation hopper"),
+        (["--implementation", "hopper"], "mutant: none for op any, implementation hopper"),
         (["--op", "attention"], "'attention' is not one of"),
         (["--op", "convolution", "--generated", "100000"], "generated: expected at most"),
         (["--implementation", "reference", "--generated", "1"], "generated: no sources"),

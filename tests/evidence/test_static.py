@@ -138,6 +138,14 @@ def test_command_prints_a_table_and_writes_a_run(tmp_path):
     assert "HMMA 0, was 99" in differs.stdout
 
 
+def test_kernels_are_listed_uncompiled():
+    result = run("--place", PLACE + "good", "--target", "90", "--target", "cuda:90", "--list")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()[1:]]
+    assert [PLACE + "good", "copy", "cuda:90"] in rows
+    assert len(rows) == len({tuple(row) for row in rows})
+
+
 def test_command_compares_with_another_kernel():
     result = run(
         "--place", PLACE + "good", "--target", "90", "--kernel", "product-*", "--diff", "product"
@@ -203,7 +211,9 @@ def test_with_another_triton_a_kernel_must_only_compile(monkeypatch, error):
     [
         (("--target", "gfx906"), "target: expected one of ['cuda:80'"),
         (("--place", "nowhere"), "place: expected MODULE:FUNCTION"),
-        (("--place", "no.such.module:kernels"), "kernel: nothing registered fits"),
+        (("--place", "no.such.module:kernels"), "No module named 'no'"),
+        (("--list", "--kernel", "x*", "--target", "90"), "kernel: nothing registered fits 'x*'"),
+        (("--list", "--json", "list.json"), "json: --list compiles nothing"),
         (("--place", PLACE + "nothing"), "listed no kernels: AttributeError"),
         (
             ("--place", PLACE + "good", "--target", "90", "--kernel", "x*"),

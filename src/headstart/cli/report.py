@@ -53,7 +53,7 @@ def command(
     else:
         document = Path(into)
         try:
-            text = document.read_text()
+            text = document.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"into: cannot read {into}: {error}") from error
         write(document, report.fill_block(text, report.markdown(files)), "into")

@@ -51,6 +51,7 @@ COLUMNS = (
     metavar="MODULE:FUNCTION",
     help="List kernels from here instead of the registered places.",
 )
+@click.option("--list", "only_list", is_flag=True, help="Show the kernels, compile nothing.")
 @click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
 @click.pass_context
 def command(
@@ -60,6 +61,7 @@ def command(
     other: str | None,
     pythons: tuple[str, ...],
     places: tuple[str, ...],
+    only_list: bool,
     json_file: str | None,
 ) -> None:
     """Cross-compile kernels; print registers, spills, shared memory and instructions.
@@ -71,7 +73,7 @@ def command(
     from headstart.cli.printing import console, print_table
     from headstart.evidence import runs
     from headstart.evidence.static import diff
-    from headstart.evidence.static.collect import collect, resolve_targets
+    from headstart.evidence.static.collect import collect, kernels, resolve_targets
 
     if json_file is not None:
         runs.expect_writable(json_file, sources=[] if other is None else [other])
@@ -83,6 +85,14 @@ def command(
             raise ValueError(f"triton-python: cannot start {python}")
     asked = {place: place for place in places} or None
     chosen = resolve_targets(targets)
+    nothing = f"kernel: nothing registered fits {pattern!r} on {', '.join(chosen)} (--list shows)"
+    if only_list:
+        if json_file is not None:
+            raise ValueError("json: --list compiles nothing that could be written")
+        if not (found := kernels(chosen, pattern=pattern, places=asked)):
+            raise ValueError(nothing)
+        print_table(("operation", "kernel", "target"), found)
+        return
     with _progress() as progress, _other_side(other, asked, chosen, pattern) as compare:
         results = collect(chosen, pattern=pattern, places=asked, progress=progress)
         by_python = [
@@ -91,7 +101,7 @@ def command(
         ]
         compared = compare(results)
     if not results:
-        raise ValueError(f"kernel: nothing registered fits {pattern!r} on {', '.join(chosen)}")
+        raise ValueError(nothing)
 
     everything = [*results, *(result for group in by_python for result in group)]
     if json_file is not None:

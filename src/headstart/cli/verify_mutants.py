@@ -62,6 +62,8 @@ def mutants(
             f"implementation: expected all or one of {list(NAMES)}, got {implementation!r}"
         )
     if json_file is not None:
+        if only_list:
+            raise ValueError("json: --list runs nothing that could be written")
         runs.expect_writable(json_file)
     where = str(device_of(device))
     picked = chosen(op, implementation, device=where, names=names)

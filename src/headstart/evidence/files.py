@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,8 +39,23 @@ def expect_writable(
 
 
 def write(path: Path | str, text: str, option: str = "json") -> None:
-    """Write a text file; ValueError where it cannot be written."""
+    """Write a text file; ValueError where it cannot be written.
+
+    A file that is there stays until the new one is complete: whoever is interrupted, or reads
+    meanwhile, has one of the two. (Not in a folder that admits no new file.)
+    """
+    place = Path(path).resolve()
     try:
-        Path(path).write_text(text)
+        if place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK)):
+            place.write_text(text, encoding="utf-8")
+            return
+        fresh = place.parent / f".headstart-{os.getpid()}"
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            if place.exists():
+                shutil.copymode(place, fresh)
+            fresh.replace(place)
+        finally:
+            fresh.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from itertools import islice
 
@@ -54,7 +55,9 @@ def chosen(
     known = {mutant.name for mutant in found}
     for name in names:
         if name not in known:
-            raise ValueError(f"mutant: no mutant is called {name!r}; --list shows them")
+            near = difflib.get_close_matches(name, [one.name for one in named()], n=4)
+            hint = f"near: {', '.join(near)}" if near else "--list shows them"
+            raise ValueError(f"mutant: no mutant is called {name!r}; {hint}")
     found = [
         mutant
         for mutant in found
@@ -64,7 +67,9 @@ def chosen(
         and not (device == "cpu" and mutant.device_only)
     ]
     if not found:
-        raise ValueError(f"mutant: none for op {op}, implementation {implementation} on {device}")
+        raise ValueError(
+            f"mutant: none for op {op or 'any'}, implementation {implementation} on {device}"
+        )
     return tuple(found)
 
 

@@ -80,7 +80,9 @@ def generated(
                 for i, edit in enumerate(mine):
                     draws.append(((i + at.random()) / len(mine), owner, file, text, edit))
     if not draws:
-        raise ValueError(f"generated: no sources for op {op}, implementation {implementation}")
+        raise ValueError(
+            f"generated: no sources for op {op or 'any'}, implementation {implementation}"
+        )
     numbers = count()
     for _, owner, file, text, edit in sorted(draws, key=itemgetter(0)):
         if _changes(text, edit):

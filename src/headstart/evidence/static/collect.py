@@ -21,7 +21,7 @@ POLL = 0.05
 
 
 def resolve_targets(names: tuple[str, ...]) -> list[str]:
-    """Full names of targets; the part after the colon is enough. None: all.
+    """Full names of targets, each once; the part after the colon is enough. None: all.
 
     >>> resolve_targets(("90", "hip:gfx950"))
     ['cuda:90', 'hip:gfx950']
@@ -32,7 +32,7 @@ def resolve_targets(names: tuple[str, ...]) -> list[str]:
     for name in names:
         if name not in TARGETS and name not in short:
             raise ValueError(f"target: expected one of {list(TARGETS)}, got {name!r}")
-    return [short.get(name, name) for name in names]
+    return list(dict.fromkeys(short.get(name, name) for name in names))
 
 
 def collect(
@@ -52,26 +52,21 @@ def collect(
     A kernel that kills the compiler is a result with an error; the others are compiled after it.
     Raises ValueError where the listing itself fails.
     """
-    places = STATIC if places is None else places
+    request = _request(targets, pattern, places)
     results: list[dict[str, Any]] = []
     total = None
     with tempfile.TemporaryDirectory() as folder:
         while total is None or len(results) < total:
             lines, last, code, words = _run_once(
                 Path(folder),
-                {
-                    "places": places,
-                    "targets": targets,
-                    "pattern": pattern,
-                    "skip": len(results),
-                },
+                request | {"skip": len(results)},
                 python,
                 source,
                 progress,
             )
             if not lines:
                 raise ValueError(f"static: {python} listed no kernels: {words}")
-            total = lines[0]["count"]
+            total = len(lines[0]["kernels"])
             results += [line["result"] for line in lines if line["event"] == "end"]
             if len(results) < total:
                 if last is None or last["event"] != "begin":
@@ -81,6 +76,29 @@ def collect(
     for result in results:
         result["broken"] = broken(result["target"], result)
     return results
+
+
+def kernels(
+    targets: list[str], *, pattern: str = "*", places: dict[str, str] | None = None
+) -> list[tuple[str, str, str]]:
+    """(operation, kernel, target) of what `collect` would compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        # All are skipped.
+        request = _request(targets, pattern, places) | {"skip": sys.maxsize}
+        lines, _, _, words = _run_once(Path(folder), request, sys.executable, SOURCE, None)
+    if not lines:
+        raise ValueError(f"static: {sys.executable} listed no kernels: {words}")
+    return [tuple(kernel) for kernel in lines[0]["kernels"]]
+
+
+def _request(targets: list[str], pattern: str, places: dict[str, str] | None) -> dict[str, Any]:
+    strict = places is not None
+    return {
+        "places": places if strict else STATIC,
+        "strict": strict,
+        "targets": targets,
+        "pattern": pattern,
+    }
 
 
 def _run_once(
@@ -119,7 +137,7 @@ def _run_once(
                     if progress is not None and line["event"] == "begin":
                         result = line["result"]
                         name = f"{result['kernel']} on {result['target']}"
-                        progress(line["index"], lines[0]["count"], name)
+                        progress(line["index"], len(lines[0]["kernels"]), name)
                 if running:
                     time.sleep(POLL)
         finally:

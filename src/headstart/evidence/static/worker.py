@@ -2,8 +2,9 @@
 
     python -m headstart.evidence.static.worker REQUEST.json RESULTS.jsonl
 
-The request names places, targets, a pattern and how many to skip. Before a kernel is compiled a
-line names it, so that the parent knows which one took the compiler down with it.
+The request names places, targets, a pattern and how many to skip. The first line lists kernels.
+Before a kernel is compiled a line names it, so that the parent knows which one took the compiler
+down with it.
 """
 
 from __future__ import annotations
@@ -101,15 +102,20 @@ def _cuobjdump(option: str, cubin: Path) -> str:
     ).stdout
 
 
-def listed(places: dict[str, str], targets: list[str]) -> Iterator[tuple[str, StaticKernel, str]]:
-    """(operation, kernel, target) of every configuration at these places."""
+def listed(
+    places: dict[str, str], targets: list[str], strict: bool
+) -> Iterator[tuple[str, StaticKernel, str]]:
+    """(operation, kernel, target) of every configuration at these places.
+
+    strict: a place whose module is not there is an error, as where a user names it.
+    """
     for operation, place in places.items():
         module, function = place.split(":")
         try:
             kernels = getattr(importlib.import_module(module), function)
         except ModuleNotFoundError as error:
-            # A place whose module is not written yet lists nothing; a broken import is an error.
-            if error.name is None or not module.startswith(error.name):
+            # Another revision may not have a place's module yet; a broken import is an error.
+            if strict or error.name is None or not module.startswith(error.name):
                 raise
             continue
         for target in targets:
@@ -132,10 +138,13 @@ def work(request: dict[str, Any], results: TextIO) -> None:
 
     chosen = [
         (operation, kernel, target)
-        for operation, kernel, target in listed(request["places"], request["targets"])
+        for operation, kernel, target in listed(
+            request["places"], request["targets"], request["strict"]
+        )
         if fnmatch.fnmatch(kernel.name, request["pattern"])
     ]
-    write(event="list", triton=triton.__version__, count=len(chosen))
+    kernels = [(operation, kernel.name, target) for operation, kernel, target in chosen]
+    write(event="list", triton=triton.__version__, kernels=kernels)
     for index, (operation, kernel, target) in enumerate(chosen):
         if index < request["skip"]:
             continue

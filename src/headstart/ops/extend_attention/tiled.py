@@ -11,6 +11,7 @@ A row that sees no key of a tile has m' = m and p = 0: nothing changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,10 +107,7 @@ def run(
 
 
 def _fit(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return buffer[:size].view(shape)
+    return buffer[: math.prod(shape)].view(shape)
 
 
 def _keys_values(

@@ -7,6 +7,7 @@ chunk. One thread computes it from its first chunk to its last, so no bit depend
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,7 @@ def scan_bytes(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
     if not steps:
         return 0
     shapes = span_shapes(*_extents(call, steps), call.per_channel)
-    one = sum(_count(shape) * dtype.itemsize for shape, dtype in shapes.values())
+    one = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
     return one * worker_count(call.device, len(groups(call, steps)))
 
 
@@ -110,13 +111,6 @@ def _units(call: GatedDeltaCall, steps: list[SequenceStep]) -> int:
     """Groups are padded to one size where bits are promised, and else no larger than needed."""
     units = group_units(call)
     return units if call.reproducible else min(units, call.sizes[0] * len(steps))
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 class GroupScan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,10 +160,7 @@ def _segments(call: GatedDeltaCall, chunks: int, programs: int) -> int:
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
+    return math.prod(shape) * dtype.itemsize
 
 
 def aligned_rows(x: torch.Tensor) -> bool:
