@@ -169,7 +169,7 @@ class Table:
     def read(path: Path) -> Table:
         """The table in a file; ValueError names the file and the field that is wrong with it."""
         try:
-            data = json.loads(path.read_bytes())
+            data = json.loads(path.read_bytes(), parse_constant=_no_number)
         except OSError as error:
             raise ValueError(f"tables: {path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -252,6 +252,13 @@ class _Fields:
             raise self.wrong(name, f"a value of type {kind.__name__}", shown(value))
         return value
 
+    def positive(self, name: str) -> float:
+        """A field's value, a number above 0."""
+        found = self.take(name, float)
+        if found <= 0:
+            raise self.wrong(name, "a number above 0", found)
+        return found
+
     def part(self, name: str) -> _Fields:
         """A field that is an object."""
         return _Fields(f"{self._where}{name}.", self.take(name, dict))
@@ -299,12 +306,12 @@ def _row(fields: _Fields) -> Row:
     )
     configuration = _configuration(fields.part("configuration"), kernel)
     times = fields.part("milliseconds")
-    milliseconds = {case: times.take(case, float) for case in times.names()}
+    milliseconds = {case: times.positive(case) for case in times.names()}
     second = None
     if not fields.skip_null("runner_up"):
         part = fields.part("runner_up")
         other = _configuration(part.part("configuration"), kernel)
-        second = RunnerUp(other, part.take("ratio", float))
+        second = RunnerUp(other, part.positive("ratio"))
         part.end()
     triton, day = fields.take("triton", str), fields.take("date", str)
     try:
@@ -315,12 +322,32 @@ def _row(fields: _Fields) -> Row:
     return Row(key, configuration, milliseconds, second, triton, day)
 
 
+FREE = {"stages": 1, "resident": 1, "unroll": 1, "piece": 0, "registers": 0}
+"""Fields of configurations that need be no powers of two, and the least that they may be."""
+MOST_WARPS = 32
+
+
 def _configuration(fields: _Fields, kernel: Kernel) -> Any:
+    """A configuration that its kernel can be built with."""
     kind = kernel.configuration
-    return kind(**_integers(fields, tuple(field.name for field in dataclasses.fields(kind))))
+    found = _integers(fields, tuple(field.name for field in dataclasses.fields(kind)), least=0)
+    for name, value in found.items():
+        if value < FREE.get(name, 1):
+            raise fields.wrong(name, f"at least {FREE.get(name, 1)}", value)
+        if name not in FREE and value & (value - 1):
+            raise fields.wrong(name, "a power of two", value)
+        if name in ("warps", "num_warps") and value > MOST_WARPS:
+            raise fields.wrong(name, f"at most {MOST_WARPS}", value)
+    if found.get("piece", 0) % found.get("BN", 1):
+        raise fields.wrong("piece", f"whole tiles of BN = {found['BN']} keys", found["piece"])
+    return kind(**found)
 
 
-def _integers(fields: _Fields, names: tuple[str, ...], least: int = 0) -> dict[str, int]:
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number")
+
+
+def _integers(fields: _Fields, names: tuple[str, ...], least: int) -> dict[str, int]:
     """All of these fields and no others, integers that are not below `least`."""
     found = {name: fields.take(name, int) for name in names}
     for name, value in found.items():
