@@ -74,7 +74,7 @@ def test_a_device_that_is_not_here_is_an_error():
 
 def test_the_models_calls_on_the_device_are_what_is_readied(waiting, monkeypatch):
     given = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(bundle_warmup, "target_of", lambda device: headstart_target)
     monkeypatch.setattr(bundle_warmup, "processors", lambda device: 114)
     monkeypatch.setattr(bundle_warmup, "rows_of", lambda device: {})
@@ -89,5 +89,12 @@ def test_the_models_calls_on_the_device_are_what_is_readied(waiting, monkeypatch
     assert rest == (torch.device("cuda:1"), 3, None)
     assert {program.target_name for program in wanted} == {"cuda:86"}
     assert {program.name for program in wanted} > {"extend_kernel", "unified_kernel"}
-    with pytest.raises(ValueError, match="models: expected some of"):
-        headstart.warmup(["gpt-oss-20b", "x"], device="cuda")
+    for words, wrong in (
+        ("models: expected some of", {"models": ["gpt-oss-20b", "x"]}),
+        ("models: expected names of profiles, got 3", {"models": 3}),
+        ("models: expected names of profiles", {"models": [3]}),
+        ("jobs: expected an integer >= 1, got 0", {"jobs": 0}),
+        ("device: expected a CUDA .* here, got cuda:2", {"device": "cuda:2"}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            headstart.warmup(**{"models": "gpt-oss-20b", "device": "cuda"} | wrong)

@@ -11,7 +11,7 @@ import torch
 
 from headstart.runtime.bundle_launch import Programs, active_driver, obtain, programs
 from headstart.runtime.bundle_programs import Program
-from headstart.runtime.checks import expect_place
+from headstart.runtime.checks import expect_int, expect_place, shown
 from headstart.runtime.launcher import current, processors, target_of
 from headstart.runtime.tables import rows_of
 
@@ -54,11 +54,16 @@ def warmup(
     ValueError: device: expected a CUDA or ROCm device that is here, got cpu
     """
     place = expect_place("device", device)
-    if place.type != "cuda" or not torch.cuda.is_available():
+    there = torch.cuda.device_count() if place.type == "cuda" else 0
+    if (place.index or 0) >= there:
         raise ValueError(f"device: expected a CUDA or ROCm device that is here, got {place}")
+    if jobs is not None:
+        expect_int("jobs", jobs, least=1)
     from headstart.evidence.cases.profiles import reach
 
-    names = (models,) if isinstance(models, str) else tuple(models)
+    names = (models,) if isinstance(models, str) else models
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"models: expected names of profiles, got {shown(models)}")
     found = reach(target_of(place), names, processors(place), [rows_of(place)])
     return make_ready(found.programs.values(), place, jobs, progress)
 
