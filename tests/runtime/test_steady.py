@@ -130,13 +130,13 @@ CALLS = {
         rows(2),
         {"schedule": on([1, 1], start_positions=64), "state": cache(conv_channels=8).at([0, 1])},
     ),
-}  # fmt: skip
-PORTABLE = {
     "channels": lambda: (rows(90, channels=True), {"schedule": on([90])}),
     "channels in a cache": lambda: (
         rows(90, channels=True),
         {"schedule": on([90]), "state": cache(per_channel=True).at([4])},
     ),
+}  # fmt: skip
+PORTABLE = {
     "float32": lambda: (rows(90, dtype=torch.float32), {"schedule": on([90])}),
     "other sizes": lambda: (rows(90, K=48, V=96), {"schedule": on([90]), "return_state": True}),
 }

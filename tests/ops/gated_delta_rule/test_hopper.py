@@ -50,10 +50,15 @@ def inputs(T, H, HV, dtype=torch.bfloat16):
     return q, k, torch.zeros(T, HV, 128, dtype=dtype), torch.zeros(T, HV), torch.zeros(T, HV)
 
 
-def cached(*lengths, drafts=0, **schedule):
+def channels(T, H, HV, dtype=torch.bfloat16):
+    q, k, v, _, beta = inputs(T, H, HV, dtype)
+    return q, k, v, torch.zeros(T, HV, 128), beta
+
+
+def cached(*lengths, drafts=0, per_channel=False, **schedule):
     schedule["drafts"] = drafts > 0
     cache = DeltaCache(4, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, device="cpu",
-                       draft_tokens=drafts)  # fmt: skip
+                       draft_tokens=drafts, per_channel=per_channel)  # fmt: skip
     return {"schedule": Schedule(lengths, device="cpu", **schedule),
             "state": cache.at(list(range(len(lengths))))}  # fmt: skip
 
@@ -100,6 +105,22 @@ CALLS = {
 }
 
 
+CHANNELS = {
+    "plain": lambda: (channels(100, 2, 4), {"return_state": True}),
+    "float16": lambda: (channels(64, 2, 2, torch.float16), {}),
+    "raw gates on a cache": lambda: (
+        channels(140, 2, 4),
+        {
+            **cached(140, snapshot_every=64, per_channel=True),
+            "snapshots": torch.float32,
+            "gate": Gate.raw(torch.zeros(4), torch.zeros(4, 128), -5.0, beta="logit"),
+            "qk_l2norm": True,
+        },
+    ),
+    "few heads": lambda: (channels(8192, 2, 2), {}),
+}
+"""Calls with a decay per channel."""
+
 FORMS = {
     "long": [(3, 1, 68, False)],
     "few heads": [(3, 2, 0, True), (3, 1, 0, False)],
@@ -110,16 +131,13 @@ FORMS = {
 3, 1, 0, which does not."""
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_what_a_call_launches_compiles(monkeypatch, name):
-    found, launched, forms = [], [], []
+@pytest.fixture
+def run(monkeypatch):
+    """Run a call as a Hopper GPU would, compiling what it launches: (kernels, what was given)."""
+    found = []
 
     def compile(kernel, grid, given, **options):
-        found.append(compiled(kernel, given, **options))
-        launched.append(kernel.__name__)
-        if kernel is hopper.scan_kernel:
-            names = "STAGES", "GROUPS", "PREPARERS", "MAPS"
-            forms.append(tuple(given[name] for name in names))
+        found.append((kernel, compiled(kernel, given, **options), given))
 
     # Short sequences have a kernel of their own: see test_short.
     monkeypatch.setattr(hopper.short_call, "takes", lambda call: False)
@@ -127,13 +145,40 @@ def test_what_a_call_launches_compiles(monkeypatch, name):
     monkeypatch.setattr(hopper, "start", compile)
     for module in (hopper, scratch):
         monkeypatch.setattr(module, "processors", lambda device: 132)
-    tensors, options = CALLS[name]()
-    arguments = dict.fromkeys(("schedule", "state", "snapshots", "scale", "reproducible"))
-    arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
-    arguments |= {"workspace": None, "out": None} | options
-    hopper.run(spec.bind(*tensors, **arguments))
+
+    def run(tensors, options):
+        arguments = dict.fromkeys(("schedule", "state", "snapshots", "scale", "reproducible"))
+        arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
+        arguments |= {"workspace": None, "out": None} | options
+        hopper.run(spec.bind(*tensors, **arguments))
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_call_launches_compiles(run, name):
+    found = run(*CALLS[name]())
+    names = "STAGES", "GROUPS", "PREPARERS", "MAPS"
+    scans = [given for kernel, _, given in found if kernel is hopper.scan_kernel]
+    forms = [tuple(given[name] for name in names) for given in scans]
     # A long sequence is prepared beside its scan, by processors that the scan leaves free.
     assert forms == FORMS.get(name, [(3, 1, 0, False)])
     before = [] if forms[0][2] else ["prepare_kernel"]
+    launched = [kernel.__name__ for kernel, _, _ in found]
     assert launched == before + ["scan_kernel"] * len(forms)
-    assert all("wgmma" in kernel.asm["ptx"] for kernel in found)
+    assert all("wgmma" in kernel.asm["ptx"] for _, kernel, _ in found)
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_what_a_call_with_a_decay_per_channel_launches_compiles(run, name):
+    found = run(*CHANNELS[name]())
+    maps = [True, False] if name == "few heads" else [False]
+    launched = [(kernel.__name__, given.get("MAPS", False)) for kernel, _, given in found]
+    assert launched == [
+        ("prepare_channels_kernel", False),
+        *(("scan_channels_kernel", which) for which in maps),
+    ]
+    (_, prepared, _), *scans = found
+    assert "mma.sync" in prepared.asm["ptx"]
+    assert all("wgmma" in kernel.asm["ptx"] for _, kernel, _ in scans)

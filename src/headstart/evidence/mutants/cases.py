@@ -43,6 +43,9 @@ RULES = {
     "channels cache": _rule(
         "channels-cache", lengths=(40, 3), starts=(100, 64), state="cache", per_channel=True
     ),
+    "channels hard decays": _rule(
+        "channels-hard", lengths=(140,), values="decay-hard", per_channel=True
+    ),
     "layer": DeltaBlockCase(
         id="mutant-layer",
         why=WHY,
@@ -68,7 +71,7 @@ OF_128 = {
         f"{name} of 128": replace(RULES[name], id=f"{RULES[name].id}-128", **_OF_128)
         for name in ("rule", "rule pool", "rule snapshots", "rule cache", "rule drafts",
                      "rule hard decays", "rule late forgetting", "rule chunk ends",
-                     "rule equal keys")
+                     "rule equal keys", "channels", "channels cache", "channels hard decays")
     },
     # Sequences of one chunk each, and steps that end with their chunk.
     "rule short of 128": _rule("rule-short-128", lengths=(1, 40, 0, 64, 13), **_OF_128),

@@ -16,6 +16,8 @@ SCAN = "gated_delta_rule/hopper/scan.py"
 PREPARE = "gated_delta_rule/hopper/prepare.py"
 TILES = "gated_delta_rule/hopper/tiles.py"
 RESULTS = "gated_delta_rule/hopper/results.py"
+CHANNEL_PREPARE = "gated_delta_rule/hopper/channel_prepare.py"
+CHANNEL_SCAN = "gated_delta_rule/hopper/channel_scan.py"
 SHORT = "gated_delta_rule/hopper/short.py"
 SHORT_TILES = "gated_delta_rule/hopper/short_tiles.py"
 CUTTING = "gated_delta_rule/cutting.py"
@@ -277,6 +279,55 @@ MUTANTS = (
         old="((low + at >= start) & (low + at < end))[:, None]\n        kept = tail_k",
         new="((low + at > start) & (low + at < end))[:, None]\n        kept = tail_k",
         checks=("transcripts normalised",),
+    ),
+    _mutant(
+        name="hopper-channel-block-between-dropped",
+        fault="With decays per channel, rows see those two blocks before as if one block before.",
+        file=CHANNEL_PREPARE,
+        old="gl.where(block == 0, s1, s2)",
+        new="gl.where(block == 0, 0.0, s2)",
+        checks=("channels of 128",),
+    ),
+    _mutant(
+        name="hopper-channel-reach-ignored",
+        fault="Rows whose decays are out of bfloat16's reach are taken as those within.",
+        file=CHANNEL_PREPARE,
+        old="    far = i.to(gl.float32) >= least[:, None, None]",
+        new="    far = i.to(gl.float32) > least[:, None, None] + 16.0",
+        checks=("channels hard decays of 128",),
+    ),
+    _mutant(
+        name="hopper-channel-border-missing",
+        fault="With hard decays per channel, halves of a block of 16 rows do not see each other.",
+        file=CHANNEL_PREPARE,
+        old="        for level in gl.static_range(4):",
+        new="        for level in gl.static_range(3):",
+        checks=("channels hard decays of 128",),
+    ),
+    _mutant(
+        name="hopper-channel-tail-decay-dropped",
+        fault="With decays per channel, those of a tail are not read.",
+        file=CHANNEL_PREPARE,
+        old="            decay = gl.where(old, gl.load(kept, mask=old, other=0.0), decay)",
+        new="            decay = gl.where(old, 0.0 * gl.load(kept, mask=old, other=0.0), decay)",
+        checks=("channels cache of 128",),
+    ),
+    _mutant(
+        name="hopper-channel-state-undecayed",
+        fault="With decays per channel, a chunk does not decay the state.",
+        file=CHANNEL_SCAN,
+        old="        S = S * whole[None, :]",
+        new="        S = S * (whole * 0.0 + 1.0)[None, :]",
+        checks=("channels of 128",),
+    ),
+    _mutant(
+        name="hopper-channel-neighbour-rows-taken",
+        fault="With decays per channel, rows of v of the next sequence take part in a chunk.",
+        pitfall=8,
+        file=CHANNEL_SCAN,
+        old="        if (low < start) | (low + 64 > end):",
+        new="        if low < start:",
+        checks=("channels spoiled neighbours of 128",),
     ),
 )  # fmt: skip
 """Each with the check that reveals it, the cheapest first."""

@@ -556,6 +556,7 @@ DEVICE_CHECKS: dict[str, Check] = {
     "rule segments of 128": Segments(SEGMENTED_128),
     "rule spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule of 128"], (1, 4)),
     "rule cache spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule cache of 128"], (1, 2)),
+    "channels spoiled neighbours of 128": SpoiledNeighbours(OF_128["channels of 128"], (1,)),
     "rule short spoiled neighbours of 128": Short(
         SpoiledNeighbours(OF_128["rule short of 128"], (1, 4))
     ),

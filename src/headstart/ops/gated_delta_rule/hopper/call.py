@@ -11,8 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headstart.ops.gated_delta_rule.hopper import short_call
+from headstart.ops.gated_delta_rule.hopper.channel_prepare import prepare_channels_kernel
+from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_kernel
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
+from headstart.ops.gated_delta_rule.passes.config import heads_together
 from headstart.ops.gated_delta_rule.passes.launch import Given, launch
 from headstart.ops.gated_delta_rule.passes.scratch import Plan, aligned_rows
 from headstart.ops.gated_delta_rule.schedule import CHUNK
@@ -43,8 +46,16 @@ class Form(NamedTuple):
 
 FORMS = {"deep": Form(3, 1, 168), "wide": Form(3, 2, 168)}
 """deep: fastest for one sequence; wide: two groups share what they read."""
-PREPARE_REGISTERS = 168
+PREPARE_REGISTERS = 128
 """Three programs of the pass before on a multiprocessor."""
+CHANNEL_FORM = (64, 255)
+"""Of `prepare` for a decay per channel: channels at a time, registers. On an H200 three or four
+programs on a multiprocessor, with fewer of either, were slower than two."""
+CHANNEL_RINGS = (3, 2)
+"""Of the scan after it: chunks in shared memory, and their keys decayed to the chunk's end."""
+REACHES = {torch.bfloat16: (56.0, 160.0), torch.float16: (0.0, 0.0)}
+"""Powers of two by which decays within 16 rows are shifted, and may fall, before products are
+formed of smaller blocks. Float16 holds too few for any."""
 STEP, WIDE_STEP, WAITING_STEP, TILE, START = 1.16, 1.78, 1.35, 2.4, 20.0
 """Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; in its
 wide form, of two blocks; where it waits for tiles made meanwhile; preparing a tile, of one
@@ -63,8 +74,6 @@ def declines(call: GatedDeltaCall) -> str | None:
         return "it takes bfloat16 and float16."
     if call.sizes[2:] != SIZES:
         return f"K and V must be {SIZES}, got {call.sizes[2:]}."
-    if call.per_channel:
-        return "it takes one decay a head."
     states = (call.state, call.snapshots)
     if any(isinstance(s, torch.Tensor) and s.dtype == torch.float64 for s in states):
         return "it keeps states in float32; float64 is for the reference."
@@ -73,7 +82,11 @@ def declines(call: GatedDeltaCall) -> str | None:
 
 def workspace_bytes(call: GatedDeltaCall) -> int:
     """Scratch of `run`, exactly."""
-    return 0 if short_call.takes(call) else _plan(call).bytes
+    return 0 if _short(call) else _plan(call).bytes
+
+
+def _short(call: GatedDeltaCall) -> bool:
+    return not call.per_channel and short_call.takes(call)
 
 
 def _plan(call: GatedDeltaCall) -> Plan:
@@ -89,7 +102,7 @@ def run(call: GatedDeltaCall) -> GatedDelta:
     # cache, and so its bits, must not depend on strides.
     call = replace(call, q=_aligned(call.q), k=_aligned(call.k), v=_aligned(call.v))
     stores = Stores.allocate(call, torch.float32)
-    if short_call.takes(call):
+    if _short(call):
         short_call.launch(call, stores)
         return stores.result
     plan = _plan(call)
@@ -134,13 +147,22 @@ def _rows(given: Given) -> Given:
     }  # fmt: skip
 
 
+def _together(given: Given, items: int) -> int:
+    """Value heads of a key head that share what is read and multiplied of its rows."""
+    return heads_together(given["H"], given["HV"], items, processors(given["q"].device))
+
+
 def _prepare(given: Given, items: int) -> None:
+    if given["PER_CHANNEL"]:
+        _prepare_channels(given, items)
+        return
     if _preparers(given):
         return
+    HV, together = given["HV"], _together(given, items)
     start(
         prepare_kernel,
-        (given["HV"], items),
-        given | _rows(given),
+        (HV // together, items),
+        given | _rows(given) | {"together": together},
         num_warps=4,
         maxnreg=PREPARE_REGISTERS,
         enable_fp_fusion=False,
@@ -148,6 +170,9 @@ def _prepare(given: Given, items: int) -> None:
 
 
 def _scan(given: Given, pieces: int) -> None:
+    if given["PER_CHANNEL"]:
+        _scan_channels(given, pieces)
+        return
     V, HV = given["V"], given["HV"]
     v, o = (given[name] if given["q"].shape[0] else given["T"] for name in "vo")
     own = _rows(given) | {"v_rows": _described(v, COLUMNS), "o_rows": _described(o, COLUMNS)}
@@ -160,11 +185,42 @@ def _scan(given: Given, pieces: int) -> None:
         form = FORMS["wide"]
     own |= {
         "BV": COLUMNS, "STAGES": form.stages, "GROUPS": form.groups, "PREPARERS": preparers,
+        "together": _together(given, given["items_there"]),
     }  # fmt: skip
     grid = (preparers + blocks * pieces // form.groups,)
     start(
         scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers, enable_fp_fusion=False
     )
+
+
+def _prepare_channels(given: Given, items: int) -> None:
+    channels, registers = CHANNEL_FORM
+    shift, reach = REACHES[given["q"].dtype]
+    own = {
+        "T": _described(given["T"], CHUNK), "P": _described(given["P"], CHUNK),
+        "BC": channels, "SHIFT": shift, "REACH": reach,
+    }  # fmt: skip
+    start(
+        prepare_channels_kernel, (given["HV"], items), given | own,
+        num_warps=4, maxnreg=registers, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _scan_channels(given: Given, pieces: int) -> None:
+    K, V, HV, T = given["K"], given["V"], given["HV"], given["T"]
+    v, o = (given[name] if given["q"].shape[0] else T for name in "vo")
+    stages, ends = CHANNEL_RINGS
+    own = {
+        "q_starts": _described(given["q_tiles"], K), "k_starts": _described(given["k_starts"], K),
+        "k_ends": _described(given["k_tiles"], K), "v_rows": _described(v, COLUMNS),
+        "T": _described(T, CHUNK), "P": _described(given["P"], CHUNK),
+        "o_rows": _described(o, COLUMNS),
+        "BV": COLUMNS, "STAGES": stages, "ENDS": ends,
+    }  # fmt: skip
+    start(
+        scan_channels_kernel, (V // COLUMNS * HV * pieces,), given | own,
+        num_warps=4, maxnreg=FORMS["deep"].registers, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:

@@ -23,6 +23,7 @@ again; 1 / |q| joins the scale of its row, `q_reads`.
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,7 +42,7 @@ from headstart.ops.gated_delta_rule.hopper.gluon import (
     thread_barrier,
 )
 
-VARYING = ["first_item"]
+VARYING = ["first_item", "together"]
 SLOTS = ["slots"]
 TAME = gl.constexpr(4.0)
 """Up to this beta |k|^2 no row of T can grow beyond a bound."""
@@ -267,24 +268,22 @@ def bounded_inverse(columns, a_blocks, d_block, wild, dtype: gl.constexpr):
 
 
 @gluon.jit
-def scratch(dtype: gl.constexpr, K: gl.constexpr, STREAMED: gl.constexpr):
-    """Shared memory of whoever prepares one tile after another, or one alone."""
+def scratch(dtype: gl.constexpr, K: gl.constexpr):
+    """Shared memory of whoever prepares one tile after another.
+
+    Tiles of q and of k, P and T, the scale of rows of q, and a barrier.
+    """
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     q_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
     k_tile = gl.allocate_shared_memory(dtype, [64, K], WIDE)
-    # P and T: where q was, or beside it, so that the next q can come.
-    if STREAMED:
-        made = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
-    else:
-        made = reinterpret(q_tile, dtype, [2, 64, 64], SQUARE)
-    a_blocks = gl.allocate_shared_memory(gl.float16, [3, 64, 16], BLOCKS)
-    d_block = gl.allocate_shared_memory(gl.float16, [64, 16], BLOCKS)
+    made = gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE)
+    reads = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     fence_async_shared()
-    return q_tile, k_tile, made, a_blocks, d_block, bar
+    return q_tile, k_tile, made, reads, bar
 
 
 @gluon.jit
@@ -303,7 +302,7 @@ def skipped(items, sequences, base, item, head, HV: gl.constexpr, CACHED: gl.con
 def fetch(rows, shared, local, head, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr):
     """Ask for an item's q and k where its chunk lies whole in the call's rows."""
     q_rows, k_rows, sequences, items, first_item, q_head, k_head = rows
-    q_tile, k_tile, bar = shared[0], shared[1], shared[5]
+    q_tile, k_tile, _made, _reads, bar = shared
     item = first_item + local
     key_head = head // (HV // H)
     n = gl.load(items + item * 3)
@@ -319,18 +318,33 @@ def fetch(rows, shared, local, head, H: gl.constexpr, HV: gl.constexpr, K: gl.co
 
 
 @gluon.jit
-def prepare_item(
-    rows, given, shared, local, head, phase, following, count,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    NORMALISE: gl.constexpr, CACHED: gl.constexpr, STREAMED: gl.constexpr,
-):  # fmt: skip
-    """T and P of an item's head, whose tiles were asked for; the phase of the barrier after it.
-
-    STREAMED: a scan waits for them, see READY; the tiles of unit `following` (of `count` items) are
-    asked for as soon as there is room.
-    """
+def gates_of(given, local, head, HV: gl.constexpr):
+    """What rows of a head are scaled with: clean, beta, and running sums by row and by column."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    sums, strengths, clean = given[9], given[11], given[12]
+    tile = local * HV + head
+    square = tile.to(gl.int64) * 64
+    two = square + (local * HV).to(gl.int64) * 64
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
+    return (
+        gl.load(clean + tile), gl.load(strengths + square + i),
+        gl.load(sums + two + i), gl.load(sums + two + HV * 64 + i),
+        gl.load(sums + two + j), gl.load(sums + two + HV * 64 + j),
+    )  # fmt: skip
+
+
+@gluon.jit
+def rows_of(
+    given, shared, local, head, together, phase,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
+    NORMALISE: gl.constexpr, CACHED: gl.constexpr,
+):  # fmt: skip
+    """Rows of q and k of an item, which were asked for or are gathered; k is normalised.
+
+    What rows are normalised by is left for the scan of `together` heads. Returns the phase of the
+    barrier after it.
+    """
     WIDE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     (
         T, P, T_rows, P_rows, q, k, tail_k, k_norms, q_reads,
@@ -338,110 +352,94 @@ def prepare_item(
         first_item, scale, q_token, q_head, k_token, k_head,
         tail_k_slot, tail_k_head, tail_rows,
     ) = given  # fmt: skip
-    q_tile, k_tile, made, a_blocks, d_block, bar = shared
-    dtype: gl.constexpr = k.dtype.element_ty
+    q_tile, k_tile, made, reads, bar = shared
     item = first_item + local
-    key_head = head // (HV // H)
-    tile = local * HV + head
-    square = tile.to(gl.int64) * 64
-    two = square + (local * HV).to(gl.int64) * 64
     n = gl.load(items + item * 3)
     low = gl.load(items + item * 3 + 1)
     row = gl.load(sequences + n * 8)
     start = gl.load(sequences + n * 8 + 1)
     end = start + gl.load(sequences + n * 8 + 2)
-    source = row + low - start
-    held = False
-    slot = gl.to_tensor(0).to(gl.int64)
-    stands = start
-    if CACHED:
-        slot = gl.load(slots + n).to(gl.int64)
-        held = (slot >= 0) & (start > 0)
-        slot = gl.maximum(slot, 0)
-        stands = gl.load(base + n * HV + head)
     whole = (low >= start) & (low + 64 <= end)
-
-    # Gates arrive while tiles do.
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
-    j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
-    first_spoiled = gl.load(clean + tile)
-    strength = gl.load(strengths + square + i)
-    high_i = gl.load(sums + two + i)
-    rest_i = gl.load(sums + two + HV * 64 + i)
-    high_j = gl.load(sums + two + j)
-    rest_j = gl.load(sums + two + HV * 64 + j)
     if whole:
         mbarrier.wait(bar, phase)
         phase = phase ^ 1
     else:
+        held = False
+        slot = gl.to_tensor(0).to(gl.int64)
+        stands = start
+        if CACHED:
+            slot = gl.load(slots + n).to(gl.int64)
+            held = (slot >= 0) & (start > 0)
+            slot = gl.maximum(slot, 0)
+            stands = gl.load(base + n * HV + head)
         gather_keys(
-            q, k, tail_k, q_tile, k_tile, source, low, start, end, held, stands, slot, key_head,
-            q_token, q_head, k_token, k_head, tail_k_slot, tail_k_head, tail_rows, K, CACHED,
+            q, k, tail_k, q_tile, k_tile, row + low - start, low, start, end, held, stands, slot,
+            head // (HV // H), q_token, q_head, k_token, k_head,
+            tail_k_slot, tail_k_head, tail_rows, K, CACHED,
         )  # fmt: skip
-    reads = scale
     if NORMALISE:
         by = normalise(k_tile, low, start, WIDE_LINES)
-        reads = inverse_norms(q_tile.load(WIDE_LINES)) * scale
-        at = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_LINES))
-        gl.store(k_norms + square + at, by)
-        gl.store(q_reads + square + at, reads)
-        reads = gl.convert_layout(reads, gl.SliceLayout(1, ROW))[:, None]
+        scaled = inverse_norms(q_tile.load(WIDE_LINES)) * scale
+        reads.store(scaled)
+        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_LINES))
+        for tile in range(local * HV + head, local * HV + head + together):
+            gl.store(k_norms + tile.to(gl.int64) * 64 + rows, by)
+            gl.store(q_reads + tile.to(gl.int64) * 64 + rows, scaled)
         fence_async_shared()
         thread_barrier()
     elif not whole:
         fence_async_shared()
         thread_barrier()
+    return phase
 
-    products, p = products_of(q_tile, k_tile)
-    if STREAMED:
-        thread_barrier()
-        if following < count * HV:
-            another = first_item + following // HV
-            if not skipped(items, sequences, base, another, following % HV, HV, CACHED):
-                fetch(rows, shared, following // HV, following % HV, H, HV, K)
+
+@gluon.jit
+def made_of(
+    gates, products, p, scale, reads, made, from_start, square, NORMALISE: gl.constexpr
+):  # fmt: skip
+    """P and T in shared memory; the first row that is not finite, from which on rows are empty."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    dtype: gl.constexpr = made.dtype
+    first_spoiled, strength, high_i, rest_i, high_j, rest_j = gates
+    if NORMALISE:
+        scale = reads.load(gl.SliceLayout(1, ROW))[:, None]
     scores, A, wild, clean_row = scores_of(
-        products, p, 0.0, strength, first_spoiled, high_i, rest_i, high_j, rest_j, reads
+        products, p, 0.0, strength, first_spoiled, high_i, rest_i, high_j, rest_j, scale
     )
     made.index(0).store(scores.to(dtype))
-    inverse, grown = bounded_inverse(columns_of(A), a_blocks, d_block, wild, dtype)
+    # Blocks of A and of its diagonal's inverse lie where T will.
+    blocks = reinterpret(made.index(1), gl.float16, [4, 64, 16], BLOCKS)
+    inverse, grown = bounded_inverse(columns_of(A), blocks, blocks.index(3), wild, dtype)
+    # All have read them.
+    thread_barrier()
     made.index(1).store(inverse.to(dtype))
     clean_row = gl.minimum(clean_row, grown)
     if clean_row < 64:
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
         gl.store(from_start + square + i, float("nan"), mask=i >= clean_row)
-    if STREAMED:
-        # Ordinary stores: those of the copy engine end at a time that nobody is told.
-        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))[:, None]
-        lines = rows * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))[None, :]
-        gl.store(P_rows + square * 64 + lines, made.index(0).load(LINES))
-        gl.store(T_rows + square * 64 + lines, made.index(1).load(LINES))
-        fence_async_shared()
-        thread_barrier()
-        gl.atomic_xchg(clean + tile, clean_row + READY, sem="release", scope="gpu")
-    else:
-        fence_async_shared()
-        thread_barrier()
-        copy_out(P, [tile * 64, 0], made.index(0))
-        copy_out(T, [tile * 64, 0], made.index(1))
-        if clean_row < 64:
-            gl.store(clean + tile, clean_row)
-    return phase
+    fence_async_shared()
+    thread_barrier()
+    return clean_row
 
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def prepare_kernel(
     q_rows, k_rows, T, P, q, k, tail_k, k_norms, q_reads,
     sums, from_start, strengths, clean, base, sequences, items, slots,
-    first_item, scale, q_token, q_head, k_token, k_head, tail_k_slot, tail_k_head, tail_rows,
+    first_item, together, scale, q_token, q_head, k_token, k_head,
+    tail_k_slot, tail_k_head, tail_rows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     NORMALISE: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """One program per (value head, item); q_rows .. P are descriptors."""
-    head = gl.program_id(0)
+    """One program per (`together` value heads of a key head, item); q_rows .. P are descriptors."""
+    first_head = gl.program_id(0) * together
     local = gl.program_id(1)
-    if skipped(items, sequences, base, first_item + local, head, HV, CACHED):
+    if skipped(items, sequences, base, first_item + local, first_head, HV, CACHED):
         return
-    shared = scratch(k.dtype.element_ty, K, False)
+    shared = scratch(k.dtype.element_ty, K)
     thread_barrier()
+    q_tile, k_tile, made, reads, bar = shared
     rows = q_rows, k_rows, sequences, items, first_item, q_head, k_head
     given = (
         T, P, q, q, q, k, tail_k, k_norms, q_reads,
@@ -449,33 +447,79 @@ def prepare_kernel(
         first_item, scale, q_token, q_head, k_token, k_head,
         tail_k_slot, tail_k_head, tail_rows,
     )  # fmt: skip
-    fetch(rows, shared, local, head, H, HV, K)
-    prepare_item(
-        rows, given, shared, local, head, gl.to_tensor(0), 0, 0,
-        H, HV, K, NORMALISE, CACHED, False,
-    )  # fmt: skip
+    fetch(rows, shared, local, first_head, H, HV, K)
+    # What does not change in the loop is formed anew: it would fill the registers.
+    for head in tl.range(first_head, first_head + together, disable_licm=True):
+        # Gates arrive while tiles do.
+        gates = gates_of(given, local, head, HV)
+        if head == first_head:
+            rows_of(
+                given, shared, local, first_head, together, gl.to_tensor(0),
+                H, HV, K, NORMALISE, CACHED,
+            )  # fmt: skip
+        products, p = products_of(q_tile, k_tile)
+        tma.store_wait(0)
+        tile = local * HV + head
+        clean_row = made_of(
+            gates, products, p, scale, reads, made, from_start, tile.to(gl.int64) * 64, NORMALISE
+        )
+        copy_out(P, [tile * 64, 0], made.index(0))
+        copy_out(T, [tile * 64, 0], made.index(1))
+        if clean_row < 64:
+            gl.store(clean + tile, clean_row)
     tma.store_wait(0)
 
 
 @gluon.jit
 def prepare_items(
-    rows, given, shared, first, step, count,
+    rows, given, shared, first, step, count, together,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     NORMALISE: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """Heads of `count` items, every step-th from `first` on, beside a scan that waits for them."""
+    """Units of `together` heads of `count` items, every step-th from `first` on.
+
+    Beside a scan that waits for them, see READY; rows of the next unit are asked for as soon as
+    there is room.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     _q_rows, _k_rows, sequences, items, first_item, _q_head, _k_head = rows
-    base = given[13]
+    T_rows, P_rows, from_start, clean, base = given[2], given[3], given[10], given[12], given[13]
+    scale = given[18]
+    q_tile, k_tile, made, reads, bar = shared
+    units = HV // together
     phase = gl.to_tensor(0)
-    if first < count * HV:
-        item = first_item + first // HV
-        if not skipped(items, sequences, base, item, first % HV, HV, CACHED):
-            fetch(rows, shared, first // HV, first % HV, H, HV, K)
-    for unit in range(first, count * HV, step):
-        local = unit // HV
-        head = unit % HV
-        if not skipped(items, sequences, base, first_item + local, head, HV, CACHED):
-            phase = prepare_item(
-                rows, given, shared, local, head, phase, unit + step, count,
-                H, HV, K, NORMALISE, CACHED, True,
-            )  # fmt: skip
+    if first < count * units:
+        item = first_item + first // units
+        if not skipped(items, sequences, base, item, first % units * together, HV, CACHED):
+            fetch(rows, shared, first // units, first % units * together, H, HV, K)
+    for unit in tl.range(first, count * units, step, disable_licm=True):
+        local = unit // units
+        first_head = unit % units * together
+        if not skipped(items, sequences, base, first_item + local, first_head, HV, CACHED):
+            for head in tl.range(first_head, first_head + together, disable_licm=True):
+                gates = gates_of(given, local, head, HV)
+                if head == first_head:
+                    phase = rows_of(
+                        given, shared, local, head, together, phase, H, HV, K, NORMALISE, CACHED
+                    )
+                products, p = products_of(q_tile, k_tile)
+                thread_barrier()
+                following = unit + step
+                if (head == first_head + together - 1) & (following < count * units):
+                    item = first_item + following // units
+                    head_there = following % units * together
+                    if not skipped(items, sequences, base, item, head_there, HV, CACHED):
+                        fetch(rows, shared, following // units, head_there, H, HV, K)
+                tile = local * HV + head
+                square = tile.to(gl.int64) * 64
+                clean_row = made_of(
+                    gates, products, p, scale, reads, made, from_start, square, NORMALISE
+                )
+                # Ordinary stores: those of the copy engine end at a time that nobody is told.
+                lines = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))[:, None] * 64
+                lines += gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))[None, :]
+                gl.store(P_rows + square * 64 + lines, made.index(0).load(LINES))
+                gl.store(T_rows + square * 64 + lines, made.index(1).load(LINES))
+                fence_async_shared()
+                thread_barrier()
+                gl.atomic_xchg(clean + tile, clean_row + READY, sem="release", scope="gpu")

@@ -9,13 +9,57 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from headstart.ops.gated_delta_rule.hopper.gluon import copy_out, thread_barrier
+from headstart.ops.gated_delta_rule.hopper.gluon import copy_out, reinterpret, thread_barrier
 
 
 @gluon.jit
 def store_state(S, tensor, k, v, sk, sv):
     """Store S [BV, K] at `tensor`, rounded to its dtype."""
     gl.store(tensor + k[None, :] * sk + v[:, None] * sv, S.to(tensor.dtype.element_ty))
+
+
+@gluon.jit
+def halved(x):
+    """The halves of the columns of x."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def store_part(part, tile, state, first: gl.constexpr, sk: gl.constexpr, sv: gl.constexpr):
+    """Store columns of S from `first` on, as `store_state`, through a tile in shared memory."""
+    BV: gl.constexpr = part.shape[0]
+    K: gl.constexpr = part.shape[1]
+    dtype: gl.constexpr = state.dtype.element_ty
+    SHAPE: gl.constexpr = [K, BV] if sv == 1 else [BV, K]
+    LINES: gl.constexpr = gl.BlockedLayout(
+        [1, 128 // dtype.primitive_bitwidth], [4, 8], [4, 1], [1, 0]
+    )
+    lines = reinterpret(tile, dtype, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, dtype))
+    by_v = lines.permute((1, 0)) if sv == 1 else lines
+    by_v.store(part.to(dtype))
+    thread_barrier()
+    i = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LINES))[:, None]
+    j = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LINES))[None, :]
+    gl.store(state + first * sk + i * (sk if sv == 1 else sv) + j, lines.load(LINES))
+    thread_barrier()
+
+
+@gluon.jit
+def store_lines(S, o_tile, state, sk: gl.constexpr, sv: gl.constexpr):
+    """As `store_state` at the first of S's columns of V, in whole lines, where o leaves room."""
+    K: gl.constexpr = S.shape[1]
+    tma.store_wait(0)
+    left, right = halved(S)
+    if state.dtype.element_ty.primitive_bitwidth == 16:
+        store_part(left, o_tile, state, 0, sk, sv)
+        store_part(right, o_tile, state, K // 2, sk, sv)
+    else:
+        a, b = halved(left)
+        c, d = halved(right)
+        store_part(a, o_tile, state, 0, sk, sv)
+        store_part(b, o_tile, state, K // 4, sk, sv)
+        store_part(c, o_tile, state, K // 2, sk, sv)
+        store_part(d, o_tile, state, 3 * K // 4, sk, sv)
 
 
 @gluon.jit

@@ -34,7 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from headstart.ops.gated_delta_rule import cutting
 from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_items, scratch
-from headstart.ops.gated_delta_rule.hopper.results import keep_tail, send_rows, store_state
+from headstart.ops.gated_delta_rule.hopper.results import (
+    keep_tail,
+    send_rows,
+    store_lines,
+    store_state,
+)
 from headstart.ops.gated_delta_rule.hopper.tiles import (
     GATES,
     OPENS,
@@ -43,7 +48,7 @@ from headstart.ops.gated_delta_rule.hopper.tiles import (
     piece_of,
 )
 
-VARYING = ["first_item", "first_piece", "items_there"]
+VARYING = ["first_item", "first_piece", "items_there", "together"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
 IDENTITY, CLOSES = gl.constexpr(cutting.IDENTITY), gl.constexpr(cutting.CLOSES)
 
@@ -78,6 +83,7 @@ def chain(
     BY_ROW: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
     BY_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k_ring.dtype
     block = first_block + group
     o_tile = o_tiles.index(group)
@@ -92,7 +98,6 @@ def chain(
     opening = gl.load(sequences + n * 8 + 7)
     ck = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
     cv = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
-    rows = gl.arange(0, 64, layout=COLUMN)
 
     # The state that the first chunk of this piece meets, and where tail rows begin.
     tail_begins = start
@@ -136,6 +141,10 @@ def chain(
     if HAS_WRITE:
         write = gl.load(write_slots + n).to(gl.int64)
 
+    # The snapshot after a chunk is looked up a chunk ahead.
+    following = -1
+    if HAS_SNAPSHOTS and not MAPS:
+        following = gl.load(items + begins * 3 + 2, mask=begins < last, other=-1)
     ob = gl.zeros((BV, 64), dtype, ROW)
     for item in range(begins, last):
         turn = item - begins
@@ -144,6 +153,15 @@ def chain(
         left = gl.convert_layout(S.to(dtype), BY_ROW)
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         k_tile = k_ring.index(stage)
+        # Before the products, whose own reads of shared memory they would wait for.
+        inside = gate_ring.index(stage * GATES).load(COLUMN)
+        strength = gate_ring.index(stage * GATES + 1).load(COLUMN)
+        outside = gate_ring.index(stage * GATES + 2).load(COLUMN)
+        reads = scale
+        if NORMALISE and not MAPS:
+            reads = gate_ring.index(stage * GATES + 5).load(COLUMN)
+        whole = gl.sum(gate_ring.index(stage * GATES).slice(63, 1).load(EACH), 0)
+        vt = v_ring.index(stage * GROUPS + group).permute((1, 0)).load(ROW)
         x = warpgroup_mma(
             left, k_tile.permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
             use_acc=False, is_async=True,
@@ -153,19 +171,11 @@ def chain(
                 left, q_ring.index(stage).permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
                 use_acc=False, is_async=True,
             )  # fmt: skip
-        inside = gate_ring.index(stage * GATES).load(COLUMN)
-        strength = gate_ring.index(stage * GATES + 1).load(COLUMN)
-        outside = gate_ring.index(stage * GATES + 2).load(COLUMN)
-        reads = scale
-        if NORMALISE and not MAPS:
-            reads = gate_ring.index(stage * GATES + 5).load(COLUMN)
-        after = -1
         if HAS_SNAPSHOTS and not MAPS:
-            after = gl.load(items + item * 3 + 2)
-        whole = gl.sum(gl.where(rows == 63, inside, 0.0), 0)
+            after = following
+            following = gl.load(items + (item + 1) * 3 + 2, mask=item + 1 < last, other=-1)
         # Gamma_i0 is NaN from the first row on that is not finite.
         some_left_out = (low < tail_begins) | (low + 64 > end) | (whole != whole)
-        vt = v_ring.index(stage * GROUPS + group).permute((1, 0)).load(ROW)
         if MAPS:
             x, left = warpgroup_mma_wait(0, deps=[x, left])
         else:
@@ -217,7 +227,10 @@ def chain(
                     target = gl.load(snapshot_slots + after).to(gl.int64)
                 if target >= 0:
                     kept = snapshots + target * snap_n + head * snap_h
-                    store_state(S, kept, ck, cv, snap_k, snap_v)
+                    if (snap_k == 1) | (snap_v == 1):
+                        store_lines(S, o_tile, kept + block * BV * snap_v, snap_k, snap_v)
+                    else:
+                        store_state(S, kept, ck, cv, snap_k, snap_v)
                     if SNAPSHOTS_CACHED:
                         if block == 0:
                             gl.store(snapshot_position + target * snap_position + head, low + 64)
@@ -263,7 +276,7 @@ def scan_kernel(
     slots, old_state, read_slots, present, new_state, write_slots,
     snapshots, snapshot_slots, snapshot_position, snapshot_end,
     position, tail_end, tail_k, tail_v, tail_decay, tail_beta,
-    first_item, first_piece, items_there, scale,
+    first_item, first_piece, items_there, together, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
     old_n, old_h, new_n, new_h,
     snap_n, snap_h, snap_position, position_slot,
@@ -293,22 +306,22 @@ def scan_kernel(
             )  # fmt: skip
             first = gl.program_id(0) * 3
             count = items_there
-            a = scratch(q.dtype.element_ty, K, True)
-            b = scratch(q.dtype.element_ty, K, True)
-            c = scratch(q.dtype.element_ty, K, True)
+            a = scratch(q.dtype.element_ty, K)
+            b = scratch(q.dtype.element_ty, K)
+            c = scratch(q.dtype.element_ty, K)
             thread_barrier()
             gl.warp_specialize(
                 [
                     (prepare_items, (
-                        rows, given, a, first, PREPARERS * 3, count,
+                        rows, given, a, first, PREPARERS * 3, count, together,
                         H, HV, K, NORMALISE, CACHED,
                     )),
                     (prepare_items, (
-                        rows, given, b, first + 1, PREPARERS * 3, count,
+                        rows, given, b, first + 1, PREPARERS * 3, count, together,
                         H, HV, K, NORMALISE, CACHED,
                     )),
                     (prepare_items, (
-                        rows, given, c, first + 2, PREPARERS * 3, count,
+                        rows, given, c, first + 2, PREPARERS * 3, count, together,
                         H, HV, K, NORMALISE, CACHED,
                     )),
                 ],

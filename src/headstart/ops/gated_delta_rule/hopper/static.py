@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from triton.experimental.gluon import language as gl
 
 from headstart.ops.gated_delta_rule.hopper.call import (
+    CHANNEL_FORM,
+    CHANNEL_RINGS,
     COLUMNS,
     FORMS,
     PREPARE_REGISTERS,
+    REACHES,
 )
+from headstart.ops.gated_delta_rule.hopper.channel_prepare import prepare_channels_kernel
+from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_kernel
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.ops.gated_delta_rule.hopper.short import short_kernel
@@ -20,6 +26,9 @@ from headstart.runtime.static import StaticKernel, Target
 
 PREPARE = {"q_rows": 128, "k_rows": 128, "T": 64, "P": 64}
 SCAN = PREPARE | {"v_rows": 64, "o_rows": 64}
+PREPARE_CHANNELS = {"T": 64, "P": 64}
+SCAN_CHANNELS = {"q_starts": 128, "k_starts": 128, "k_ends": 128, "v_rows": 64, "o_rows": 64,
+                 "T": 64, "P": 64}  # fmt: skip
 """Arguments that are descriptors -> columns of their blocks."""
 ROWS = {
     "q",
@@ -28,16 +37,21 @@ ROWS = {
     "o",
     "T_rows",
     "P_rows",
+    "q_tiles",
+    "k_tiles",
+    "k_starts",
+    "keys",
     "tail_k",
     "tail_v",
 }
 FLOATS = {"g", "beta", "a_log", "dt_bias", "k_norms", "q_reads", "from_start", "to_end", "sums",
-          "log_decays", "strengths", "carry", "old_state", "new_state", "snapshots", "tail_decay",
-          "tail_beta"}  # fmt: skip
+          "log_decays", "strengths", "whole_decay", "carry", "old_state", "new_state", "snapshots",
+          "tail_decay", "tail_beta"}  # fmt: skip
 INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
             "tail_end"}  # fmt: skip
-ODD = {"first_item", "first_piece", "items_there", "pieces_there", "tail_rows"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ODD = {"first_item", "together", "first_piece", "items_there", "pieces_there", "tail_rows"}
 
 
 def kernels(target: Target) -> list[StaticKernel]:
@@ -72,6 +86,27 @@ def kernels(target: Target) -> list[StaticKernel]:
             name = f"short_hopper-K128-V128-{'several-' if several else ''}{halves}-{suffix}"
             options = {"maxnreg": REGISTERS, "enable_fp_fusion": False}
             found.append(_kernel(name, short_kernel, {}, own, kind, dtype, options))
+        channels, registers = CHANNEL_FORM
+        shift, reach = REACHES[DTYPES[kind]]
+        own = gates | {
+            "H": 32, "HV": 32, "K": 128, "CACHED": cached, "g_channel": 1, "bias_channel": 1,
+            "BC": channels, "SHIFT": shift, "REACH": reach,
+        }  # fmt: skip
+        name = f"prepare_channels_hopper-K128-{suffix}"
+        options = {"maxnreg": registers, "enable_fp_fusion": False}
+        found.append(
+            _kernel(name, prepare_channels_kernel, PREPARE_CHANNELS, own, kind, dtype, options)
+        )
+        for maps in (False,) if cached else (False, True):
+            stages, ends = CHANNEL_RINGS
+            own = common | states | {
+                "H": 32, "BV": COLUMNS, "STAGES": stages, "ENDS": ends, "MAPS": maps,
+            }  # fmt: skip
+            name = f"scan_channels_hopper-K128-V128-{'maps-' if maps else ''}{suffix}"
+            options = {"maxnreg": FORMS["deep"].registers, "enable_fp_fusion": False}
+            found.append(
+                _kernel(name, scan_channels_kernel, SCAN_CHANNELS, own, kind, dtype, options)
+            )
         plain = [(form, 0, False) for form in FORMS] + [("deep", 68, False)]
         only_plain = [] if cached else [("deep", 0, True), ("wide", 0, True)]
         for form, preparers, maps in plain + only_plain:

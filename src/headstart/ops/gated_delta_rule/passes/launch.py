@@ -60,7 +60,7 @@ def launch(
     """Launch the passes of every span: decays, prepare, maps and their join for segments, scan.
 
     scan: launches the last one, scan(given, pieces). prepare: launches another in place of the
-    portable one where a head has one decay, prepare(given, items).
+    portable one, prepare(given, items).
     """
     with current(call.device):
         given = _arguments(call, stores, plan) | state_arguments(call, stores)
@@ -71,7 +71,7 @@ def launch(
             row = i * cut.rows(plan.facts.sequences)
             given |= {"first_item": first, "items_there": last - first}
             if last > first:
-                _before_state(call, given, last - first, prepare or _prepare)
+                _before_state(given, last - first, prepare or _prepare)
             if cut.maps:
                 own = {"MAPS": True, "first_piece": row + cut.segments, "pieces_about": cut.maps}
                 scan(given | own, cut.maps)
@@ -79,21 +79,26 @@ def launch(
             scan(given | {"MAPS": False, "first_piece": row, "pieces_about": about}, pieces)
 
 
-def _before_state(
-    call: GatedDeltaCall, given: Given, items: int, prepare: Callable[[Given, int], None]
-) -> None:
-    HV = given["HV"]
-    if call.per_channel:
-        target = target_of(call.device, INTERPRETED_AS)
-        rule = partial(channel_configuration, call.q.dtype, target.backend, target.warp_size)
-        blocks = configured("prepare_channels", given, rule)
-        start(prepare_channels_kernel, (HV, items), given | {"BC": blocks.BC}, blocks.warps)
-        return
-    start(decays_kernel, (-(-HV // DECAY_HEADS), items), given, DECAY_HEADS // 2)
+def _before_state(given: Given, items: int, prepare: Callable[[Given, int], None]) -> None:
+    if not given["PER_CHANNEL"]:
+        start(decays_kernel, (-(-given["HV"] // DECAY_HEADS), items), given, DECAY_HEADS // 2)
     prepare(given, items)
 
 
+def _prepare_channels(given: Given, items: int) -> None:
+    q = given["q"]
+    target = target_of(q.device, INTERPRETED_AS)
+    rule = partial(channel_configuration, q.dtype, target.backend, target.warp_size)
+    blocks = configured("prepare_channels", given, rule)
+    start(
+        prepare_channels_kernel, (given["HV"], items), given | {"BC": blocks.BC}, blocks.warps
+    )  # fmt: skip
+
+
 def _prepare(given: Given, items: int) -> None:
+    if given["PER_CHANNEL"]:
+        _prepare_channels(given, items)
+        return
     q, H, HV = given["q"], given["H"], given["HV"]
     target = target_of(q.device, INTERPRETED_AS)
     config = configured("prepare", given, partial(prepare_configuration, q.dtype, target))
