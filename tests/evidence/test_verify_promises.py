@@ -44,6 +44,26 @@ def test_a_last_bit_that_depends_on_the_batch_is_found(monkeypatch):
     assert found["heads"].passed
 
 
+@pytest.mark.parametrize("depends_on", ["batch", "history", "share"])
+def test_a_convolution_that_depends_on_more_than_its_row_is_found(monkeypatch, depends_on):
+    convolve = headstart.causal_conv1d
+
+    @functools.wraps(convolve)
+    def jitter(x, *args, schedule=None, state=None, **kwargs):
+        found = convolve(x, *args, schedule=schedule, state=state, **kwargs)
+        wrong = {
+            "batch": schedule is not None and schedule.N > 1,
+            "history": isinstance(state, torch.Tensor),
+            "share": x.shape[1] < 72,
+        }[depends_on]
+        return found._replace(y=torch.nextafter(found.y, found.y + 1)) if wrong else found
+
+    monkeypatch.setattr(headstart, "causal_conv1d", jitter)
+    found = verify_bits("causal_conv1d", "torch")
+    failed = {one.check for one in found if not one.passed}
+    assert failed == {"batch": {"batches"}, "history": {"plain"}, "share": {"heads"}}[depends_on]
+
+
 def test_transcripts_leave_out_the_forms_that_nobody_runs(monkeypatch):
     real = transcript.verify_transcript
 
@@ -102,6 +122,11 @@ def test_the_commands_write_records(tmp_path):
     done = run("transcript", "--count", "1", "--turns", "5", "--json", file)
     assert done.exit_code == 0, done.output
     assert runs.load(file, Transcript, "transcript").results[0].failure is None
+    done = run("bits", "--op", "causal_conv1d", "--json", file)
+    assert done.exit_code == 0, done.output
+    # Once, not for each check.
+    assert done.stdout.count("it runs only in Triton's interpreter") == 1
+    assert " tensors compared, 0 with another bit" in done.stdout
     done = run("bits", "--op", "extend_attention", "--implementation", "torch", "--json", file)
     assert done.exit_code == 0, done.output
     assert all(one.passed for one in runs.load(file, Bits, "bits").results)

@@ -13,7 +13,7 @@ from headstart.cli.verify import device_option, expect_some, implementations, re
 if TYPE_CHECKING:
     from headstart.evidence.verify.transcript import Transcript
 
-OPERATIONS = ("gated_delta_rule", "extend_attention")
+OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d")
 
 json_option = click.option(
     "--json", "json_file", metavar="FILE", help="Write what was found there."
@@ -35,7 +35,7 @@ def bits(
     """
     need("evidence", "pydantic", "numpy")
     from headstart.cli.prefill import progress_bar
-    from headstart.cli.printing import print_table
+    from headstart.cli.printing import console, print_table
     from headstart.evidence import runs
     from headstart.evidence.verify.bits import CHECKS, verify_bits
 
@@ -59,11 +59,19 @@ def bits(
                 one.form,
                 one.compared,
                 one.differing,
-                one.declined or ("pass" if one.passed else f"FAIL: {one.where}"),
+                "pass" if one.passed else f"FAIL: {one.where}",
             )
             for one in found
+            if one.declined is None
         ],
     )
+    left = {(one.op, one.implementation, one.declined): None for one in found if one.declined}
+    if left:
+        print()
+        print_table(("operation", "implementation", "left out"), left)
+    compared, differing = (sum(getattr(one, name) for one in found)
+                           for name in ("compared", "differing"))  # fmt: skip
+    console().print(f"\n{compared:,} tensors compared, {differing:,} with another bit")
     if json_file is not None:
         runs.save(json_file, "bits", found, {"op": op, "implementation": implementation})
     ctx.exit(

@@ -41,6 +41,6 @@ GENERAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("convolution", "torch"): (*CONVOLUTION_CHECKS, *_HISTORIES),
     ("gated_delta_rule", "triton"): (*_kernels(*RULE_CHECKS, *KERNEL_CHECKS), *_KERNEL_BITS),
     ("extend_attention", "triton"): _kernels(*ATTENTION_CHECKS),
-    ("convolution", "triton"): (*CONVOLUTION_CHECKS, "layer"),
+    ("convolution", "triton"): (*_kernels(*CONVOLUTION_CHECKS), "layer"),
 }
 """(operation, implementation) -> the checks of a build of which nobody said what is wrong."""

@@ -98,6 +98,16 @@ MUTANTS = (
         new="            normed *= other.copy_(gate[place])",
         checks=("norm",),
     ),
+    _mutant(
+        name="convolution-history-summed-wide",
+        fault="Rows that see a history are summed in float64: their bits depend on the steps.",
+        file="convolution/decomposed.py",
+        old="            total += product\n",
+        new="            wide = inputs.narrow(-2, w, count).double() * self.taps[w]\n"
+        "            total.copy_(total + wide if inputs.dim() > 2 else total + product)\n",
+        pitfall=19,
+        checks=("bits of convolution splits",),
+    ),
     _kernel(
         name="convolution-kernel-history-not-read",
         fault="The kernel's first rows see zeros in place of the history.",

@@ -9,7 +9,7 @@ import torch
 import headstart
 from headstart.evidence.cases.record import Draws
 from headstart.evidence.mutants.record import Verdict
-from headstart.evidence.mutants.verdicts import Check, compared
+from headstart.evidence.mutants.verdicts import Bits, Check, compared
 from headstart.evidence.oracles import convolution
 from headstart.evidence.poison import poison, poisoned_memory
 from headstart.evidence.verify.tolerances import tolerance
@@ -257,5 +257,9 @@ CONVOLUTION_CHECKS: dict[str, Check] = {
     "convolution without tokens": NoTokens(),
     "norm": Norms(),
     "norm of a row": Norms(1, 1),
+    **{
+        f"bits of convolution {check}": Bits("causal_conv1d", "float32", check)
+        for check in ("splits", "batches", "heads", "drafts")
+    },
 }
 """Name -> check."""

@@ -272,6 +272,14 @@ MUTANTS = (
         checks=("rule linear gates",),
     ),
     _mutant(
+        name="delta-gate-without-decay",
+        fault="A gate that is not of logs makes decays of none: everything is forgotten.",
+        file=SCAN,
+        old='        if call.g is not None and call.gate.kind != "log":',
+        new='        if call.g is not None or call.gate.kind != "log":',
+        checks=("rule without decay",),
+    ),
+    _mutant(
         name="delta-softplus-overflows",
         fault="softplus is log(1 + exp(x)) as written: infinite above 88.",
         pitfall=3,

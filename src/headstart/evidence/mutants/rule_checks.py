@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 import headstart
@@ -63,6 +64,7 @@ class RuleOptions:
     per_channel: bool = False
     bounded: bool = False
     size: float = 1.0
+    decays: bool = True
     function: str = "gated_delta_rule"
 
     def run(self, implementation: str, device: str) -> Verdict:
@@ -88,6 +90,8 @@ class RuleOptions:
         if self.kind == "raw":
             gate = headstart.Gate.raw(a_log.to(device), bias.to(device), bound, beta=self.beta)
             g, decay = x, delta.raw_decay(x, a_log, bias, bound)
+        if not self.decays:  # whatever the gate would make of a decay
+            g, decay = None, np.zeros_like(decay)
         strength = delta.wide(torch.sigmoid(b.double()))
         if self.beta == "value":
             b = torch.sigmoid(b)
@@ -95,8 +99,8 @@ class RuleOptions:
         if self.beta == "logit2":
             strength = 2 * strength
         given: dict[str, Any] = {
-            name: tensor.to(device) for name, tensor in (rows | {"g": g, "beta": b}).items()
-        }
+            name: tensor.to(device) for name, tensor in (rows | {"beta": b}).items()
+        } | {"g": None if g is None else g.to(device)}
         with poisoned_memory(), torch.inference_mode():
             found = getattr(headstart, self.function)(
                 **given, gate=gate, qk_l2norm=True, scale=0.3, return_state=True,
@@ -504,6 +508,7 @@ RULE_CHECKS: dict[str, Check] = {
     "rule raw gates": RuleOptions("raw", "logit"),
     "rule overflowing gates": RuleOptions("raw", size=200.0),
     "rule linear gates": RuleOptions("linear", "logit2"),
+    "rule without decay": RuleOptions("linear", "logit2", decays=False),
     # Drawn decays nearly erase a state within a chunk: what becomes of the last one shows here.
     "rule mild decays": RuleOptions("log", size=0.02),
     "rule transposed pool": Pools("vk"),

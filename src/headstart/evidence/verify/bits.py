@@ -17,11 +17,11 @@ from torch.nn.functional import normalize, softplus
 import headstart
 from headstart.evidence.poison import poisoned_memory
 from headstart.evidence.runs import Record
+from headstart.evidence.verify.convolution_bits import CONVOLUTION_FORMS, DRAFTS, Convolution
 from headstart.evidence.verify.tolerances import WIDE
 from headstart.runtime.dispatch import Declined
 
 Rows = dict[str, torch.Tensor]
-DRAFTS = 16
 FORMS: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
     "float32": (torch.float32, False, {}),
     "bfloat16, normalised": (torch.bfloat16, False, {"qk_l2norm": True}),
@@ -375,6 +375,11 @@ CHECKS: dict[str, tuple[type, dict[str, Any], tuple[str, ...]]] = {
         ("splits", "plain", "hits", "batches", "heads", "drafts"),
     ),
     "extend_attention": (Attention, ATTENTION_FORMS, ("pages", "batches", "heads")),
+    "causal_conv1d": (
+        Convolution,
+        CONVOLUTION_FORMS,
+        ("splits", "plain", "hits", "batches", "heads", "drafts"),
+    ),
 }
 """Operation -> (what computes it, forms, names of the checks)."""
 
