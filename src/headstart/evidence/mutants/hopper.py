@@ -36,8 +36,8 @@ MUTANTS = (
         name="hopper-last-decay-dropped",
         fault="The decay of a chunk's last token does not reach the state.",
         file=SCAN,
-        old="gl.where(rows == 63, inside, 0.0)",
-        new="gl.where(rows == 62, inside, 0.0)",
+        old=".slice(63, 1)",
+        new=".slice(62, 1)",
         checks=("rule chunk ends of 128",),
     ),
     _mutant(

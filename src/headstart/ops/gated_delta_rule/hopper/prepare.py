@@ -22,6 +22,7 @@ again; 1 / |q| joins the scale of its row, `q_reads`.
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false
+# ruff: noqa: RUF059 (functions unpack what they share, and use a part)
 
 import triton.language as tl
 from triton.experimental import gluon
