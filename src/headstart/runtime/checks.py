@@ -84,7 +84,8 @@ def expect_int(
     """
     found = _integer(value)
     if found is None or not least <= found <= most:
-        wanted = f">= {least}" if most == INT64_MAX else f"in [{least}, {most}]"
+        beyond = found is not None and found > most
+        wanted = f"in [{least}, {most}]" if beyond or most != INT64_MAX else f">= {least}"
         raise ValueError(f"{name}: expected {words} {wanted}, got {shown(value)}")
     return found
 
@@ -114,6 +115,16 @@ def expect_number(
     if not math.isfinite(found) or (fits is not None and not fits(found)):
         raise ValueError(f"{name}: expected {words}, got {shown(value)}")
     return found
+
+
+def in_float32(value: float) -> bool:
+    """Whether kernels, which compute in float32, see a number as more than 0 or an infinity.
+
+    >>> in_float32(0.125), in_float32(0.0), in_float32(1e300), in_float32(1e-300)
+    (True, True, False, False)
+    """
+    limits = torch.finfo(torch.float32)
+    return value == 0 or limits.tiny <= abs(value) <= limits.max
 
 
 def expect_flag(name: str, value: Any) -> bool:

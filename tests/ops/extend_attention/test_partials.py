@@ -141,6 +141,8 @@ def test_merged_dtypes(merge):
         ([], "parts: expected at least one pair"),
         ([torch.zeros(3)], r"parts\[0\]: expected a pair"),
         ([(torch.zeros(1, 1), torch.zeros(1, 1))], r"parts\[0\]\[0\]: expected \[T, HQ, DV\]"),
+        ([(torch.zeros(1, 1, 0), torch.zeros(1, 1))], r"with HQ, DV >= 1, got \[1, 1, 0\]"),
+        ([(torch.zeros(1, 0, 2), torch.zeros(1, 0))], r"with HQ, DV >= 1, got \[1, 0, 2\]"),
         ([(torch.zeros(1, 1, 2), torch.zeros(1, 2))], r"parts\[0\]\[1\]: expected \[T, HQ\]"),
         (
             [(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.float64))],

@@ -267,7 +267,19 @@ WRONG = [
     ),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=2**31 - 1),
-        "lengths: expected tokens and ends <= 2147483647, got 2147483648",
+        "query_start: expected tokens to end at most at 2147483647, got 2147483648",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([2**30] * 2, device="cpu"),
+        "new: expected tokens to end at most at 2147483647, got 2147483648",
+    ),
+    (
+        lambda: ExtendPlan.from_padded([2**30] * 2, [2**30] * 2, 2**30, new_in_cache=True),
+        "lengths: expected tokens to end at most at 2147483647, got 2147483648",
+    ),
+    (
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_start=2**31 - 2),
+        "key_start: expected tokens to end at most at 2147483647, got 2147483648",
     ),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="toaster"),

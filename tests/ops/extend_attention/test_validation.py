@@ -1,11 +1,15 @@
 """A caller's mistake is one ValueError that names the argument; nothing is written before it."""
 
+import inspect
+
 import pytest
 import torch
 from tests.ops.extend_attention.oracle import draw
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headstart
 from headstart import ExtendPlan, KVCache, Workspace, extend_attention, write_kv
+from headstart.ops.extend_attention import spec
 
 FP8 = torch.float8_e4m3fn
 
@@ -23,6 +27,7 @@ def rows(*shape, **options):
 
 NEW_IN_CACHE = ExtendPlan.from_lengths([3, 2], [4, 1], device="cpu")
 NEW_IN_CACHE.new_in_cache = True
+ALL_NEW = ExtendPlan.from_lengths([3, 2], device="cpu")
 PADDED = ExtendPlan.from_padded([3, 2], [7, 3], 8, new_in_cache=False)
 PAGED = ExtendPlan.from_pages([3, 2], [7, 3], [[0], [1]], 16, new_in_cache=False)
 
@@ -39,6 +44,12 @@ WRONG = [
     ({"k": None}, "k, v: expected tensors"),
     ({"v": None}, "k, v: expected tensors"),
     ({"k": None, "part": "prefix"}, "k, v: expected both or neither"),
+    ({"k": rows(5, 0, 8), "v": rows(5, 0, 8)}, r"k: expected HK, DV >= 1, got \[5, 0, 8\]"),
+    ({"v": rows(5, 2, 0)}, r"v: expected HK, DV >= 1, got \[5, 2, 0\]"),
+    (
+        {"plan": ALL_NEW, "k": None, "v": None, "cache": None, "part": "prefix"},
+        "cache: expected a KVCache, since without k and v it says HK, DV, got None",
+    ),
     ({"q": rows(5, 3, 8)}, "q: expected HQ a multiple of HK = 2, got HQ = 3"),
     ({"plan": [3, 2]}, "plan: expected an ExtendPlan, got list"),
     ({"q": rows(4, 4, 8)}, "plan: expected at most T = 4 new tokens, got 5"),
@@ -58,6 +69,10 @@ WRONG = [
     ),
     ({"window": 0}, r"window: expected None or a count of keys .* >= 1"),
     ({"window": -1}, r"window: expected None or a count of keys .* >= 1"),
+    (
+        {"window": 2**70},
+        r"window: expected None or a count of keys .* in \[1, 9223372036854775807\]",
+    ),
     ({"window": 2.0}, r"window: expected None or a count of keys .* >= 1"),
     ({"window": True}, r"window: expected None or a count of keys .* >= 1"),
     ({"scale": float("nan")}, "scale: expected None or a finite number"),
@@ -65,6 +80,10 @@ WRONG = [
     ({"softcap": 0.0}, "softcap: expected None or a finite number > 0"),
     ({"softcap": -2.0}, "softcap: expected None or a finite number > 0"),
     ({"softcap": float("inf")}, "softcap: expected None or a finite number > 0"),
+    ({"softcap": 1e-300}, "softcap: expected None or a finite number > 0 of float32, got 1e-300"),
+    ({"softcap": 1e39}, "softcap: expected None or a finite number > 0 of float32, got 1e"),
+    ({"scale": -1e39}, "scale: expected None or a finite number of float32, got -1e"),
+    ({"scale": 1e-300}, "scale: expected None or a finite number of float32, got 1e-300"),
     ({"sinks": rows(2)}, r"sinks: expected \[HQ\] = \[4\], got \[2\]"),
     ({"sinks": rows(4, dtype=torch.int64)}, "sinks: expected dtype"),
     ({"sinks": rows(4), "part": "prefix"}, 'sinks: expected None with part="prefix"'),
@@ -82,9 +101,12 @@ WRONG = [
     ({"out": (rows(5, 4, 8),)}, r"out: expected a tensor or a pair \(o, lse\)"),
     ({"workspace": 7}, "workspace: expected a Workspace, got int"),
     ({"implementation": "fastest"}, "implementation: expected one of"),
-    ({"scale": True}, "scale: expected None or a finite number, got True"),
-    ({"scale": torch.ones(())}, r"scale: expected None or a finite number, got a float32 tensor"),
-    ({"softcap": torch.ones(3)}, r"softcap: .* > 0, got a float32 tensor \[3\]"),
+    ({"scale": True}, "scale: expected None or a finite number of float32, got True"),
+    (
+        {"scale": torch.ones(())},
+        r"scale: expected None or a finite number .*, got a float32 tensor",
+    ),
+    ({"softcap": torch.ones(3)}, r"softcap: .* > 0 .*, got a float32 tensor \[3\]"),
     ({"causal": None}, "causal: expected True or False, got None"),
     ({"causal": 1}, "causal: expected True or False, got 1"),
     ({"return_lse": "yes"}, "return_lse: expected True or False, got 'yes'"),
@@ -152,14 +174,14 @@ def test_an_unknown_implementation_declines():
         ),
         (
             lambda: KVCache(rows(3, 2, 8).to(FP8), rows(3, 2, 8).to(FP8), 0.0, 1.0),
-            "k_scale: expected a finite scale > 0, got 0.0",
+            "k_scale: expected a finite scale > 0 of float32, got 0.0",
         ),
         *(
             (
                 lambda scale=scale: KVCache(rows(3, 2, 8).to(FP8), rows(3, 2, 8).to(FP8), 1, scale),
-                "v_scale: expected a finite scale > 0, got ",
+                "v_scale: expected a finite scale > 0 of float32, got ",
             )
-            for scale in (float("nan"), float("inf"), -1.0, True, "1", [1.0, 1.0])
+            for scale in (float("nan"), float("inf"), -1.0, 1e-60, 1e60, True, "1", [1.0, 1.0])
         ),
         (lambda: KVCache(rows(3, 1, 8), rows(3, 1, 8), 1.0), "k_scale: expected None for a cache"),
     ],
@@ -204,6 +226,16 @@ def test_checks_find_values_that_are_not_finite(monkeypatch, name, value):
         call(**{name: getattr(batch, name)})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_checks_find_sinks_that_are_no_logits(monkeypatch, value):
+    sinks = torch.tensor([0.0, value, -1.0, -torch.inf])
+    call(sinks=sinks)
+    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    call(sinks=sinks.nan_to_num(0, 0))
+    with pytest.raises(ValueError, match="sinks: expected finite logits or -inf"):
+        call(sinks=sinks)
+
+
 @pytest.mark.parametrize("make", [list, torch.tensor])
 def test_no_slot_is_written_twice_where_the_host_can_know(make):
     cache = KVCache(rows(9, 1, 8), rows(9, 1, 8))
@@ -246,6 +278,22 @@ def test_keys_and_values_may_lie_between_each_other(heads_first):
     assert torch.equal(k.flatten(0, 1)[[6, 19]], new[0])
     assert torch.equal(v.flatten(0, 1)[[6, 19]], new[1])
     assert int(memory.count_nonzero()) == 2 * 2 * 3 * 8
+
+
+def test_a_plan_and_scratch_of_another_gpu_are_errors():
+    """Fake tensors: no machine here has a GPU, let alone two."""
+    with FakeTensorMode():
+        arguments = {name: rows(2, 1, 8, device="cuda:1") for name in "qkv"}
+        plans = {name: ExtendPlan.from_lengths([2], device=name) for name in ("cuda:0", "cuda:1")}
+        rest = dict.fromkeys(inspect.signature(spec.bind).parameters) | {
+            "causal": True, "part": "all", "return_lse": False, "reproducible": False,
+        }  # fmt: skip
+        given = rest | arguments | {"plan": plans["cuda:1"], "workspace": Workspace("cuda")}
+        spec.bind(**given)
+        with pytest.raises(ValueError, match=r"plan: expected device cuda:1 .*, got cuda:0"):
+            spec.bind(**given | {"plan": plans["cuda:0"]})
+        with pytest.raises(ValueError, match="workspace: expected device cuda:1, got cuda:0"):
+            spec.bind(**given | {"workspace": Workspace("cuda:0")})
 
 
 def test_a_workspace_of_another_device_is_an_error():

@@ -14,6 +14,7 @@ from headstart.runtime.checks import (
     expect_number,
     expect_shape,
     expect_tensor,
+    in_float32,
     shown,
 )
 
@@ -84,7 +85,8 @@ class KVCache:
             expect_dtype(name, scale, (torch.float32,))
             expect_device(name, scale, self.k.device, "cache.k")
         else:
-            expect_number(name, scale, "a finite scale > 0", lambda scale: scale > 0)
+            words = "a finite scale > 0 of float32"
+            expect_number(name, scale, words, lambda scale: scale > 0 and in_float32(scale))
 
     @property
     def quantised(self) -> bool:

@@ -49,8 +49,8 @@ def bind(parts: Sequence[Pair], sinks: torch.Tensor | None, out: Pair | None) ->
         raise ValueError(f"parts: expected at least one pair (o, lse), got {shown(parts)}")
     pairs = [_pair(f"parts[{i}]", part) for i, part in enumerate(parts)]
     o, lse = pairs[0]
-    if o.dim() != 3:
-        raise ValueError(f"parts[0][0]: expected [T, HQ, DV], got {list(o.shape)}")
+    if o.dim() != 3 or min(o.shape[1:]) < 1:
+        raise ValueError(f"parts[0][0]: expected [T, HQ, DV] with HQ, DV >= 1, got {list(o.shape)}")
     expect_dtype("parts[0][0]", o, DTYPES)
     wide = torch.float64 if o.dtype == torch.float64 else torch.float32
     for i, (o_part, lse_part) in enumerate(pairs):

@@ -282,10 +282,16 @@ class ExtendPlan(Handled):
             plan.query_start = [s + p for s, p in zip(plan.key_start, prefix, strict=True)]
         else:
             plan.query_start = positions_of_each("query_start", options.query_start, count)
-        last = max([plan.offsets[-1], *map(add, plan.query_start, lengths)])
-        last = max([last, *map(add, plan.key_start, prefix)])
-        if last > INT32_MAX:
-            raise ValueError(f"lengths: expected tokens and ends <= {INT32_MAX}, got {last}")
+        ends = {
+            "new" if constructor == "from_lengths" else "lengths": plan.offsets[-1],
+            "key_start": max(map(add, plan.key_start, prefix), default=0),
+            "query_start": max(map(add, plan.query_start, lengths), default=0),
+        }
+        for name, last in ends.items():
+            if last > INT32_MAX:
+                raise ValueError(
+                    f"{name}: expected tokens to end at most at {INT32_MAX}, got {last}"
+                )
         expect_choice("mask_covers", options.mask_covers, ("all", "new"))
         plan.mask_covers = options.mask_covers
         plan.capacity = None

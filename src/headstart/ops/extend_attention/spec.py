@@ -25,6 +25,7 @@ from headstart.runtime.checks import (
     expect_own_memory,
     expect_shape,
     expect_tensor,
+    in_float32,
     shown,
 )
 from headstart.runtime.workspace import Workspace
@@ -151,7 +152,7 @@ def bind(
         raise ValueError(f"plan: expected an ExtendPlan, got {type(plan).__name__}")
     if q.shape[0] < plan.T:
         raise ValueError(f"plan: expected at most T = {q.shape[0]} new tokens, got {plan.T}")
-    if q.device.type not in ("meta", plan.device.type):
+    if q.device.type != "meta" and not _same_device(plan.device, q.device):
         raise ValueError(f"plan: expected device {q.device} (that of q), got {plan.device}")
     expect_choice("part", part, PARTS)
     if cache is not None and not isinstance(cache, KVCache):
@@ -240,11 +241,17 @@ def _expect_keys(
             expect_dtype(name, tensor, (q.dtype,))
             expect_device(name, tensor, q.device, "q")
             expect_last_contiguous(name, tensor)
+        if min(k.shape[1], v.shape[2]) < 1:
+            name, tensor = ("k", k) if k.shape[1] < 1 else ("v", v)
+            raise ValueError(f"{name}: expected HK, DV >= 1, got {list(tensor.shape)}")
         HK, DV = k.shape[1], v.shape[2]
-    else:
-        assert cache is not None
+    elif cache is not None:
         HK, DV = cache.HK, cache.v.shape[-1]
-    if HK < 1 or DV < 1 or HQ % HK:
+    else:
+        raise ValueError(
+            "cache: expected a KVCache, since without k and v it says HK, DV, got None"
+        )
+    if HQ % HK:
         raise ValueError(f"q: expected HQ a multiple of HK = {HK}, got HQ = {HQ}")
     if cache is not None and needs_cache:
         expect_shape("cache.k", cache.k, "[..., HK, D]", (*cache.k.shape[:-2], HK, D))
@@ -271,16 +278,23 @@ def _expect_layout(plan: ExtendPlan, cache: KVCache) -> None:
         plan.validate(cache)
 
 
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names can mean one device; without an index any of its type may be meant."""
+    same_index = one.index == other.index or None in (one.index, other.index)
+    return one.type == other.type and same_index
+
+
 def _scale(scale: float | None, D: int) -> float:
     if scale is None:
         return D**-0.5
-    return expect_number("scale", scale, "None or a finite number")
+    return expect_number("scale", scale, "None or a finite number of float32", in_float32)
 
 
 def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    return expect_number("softcap", softcap, "None or a finite number > 0", lambda cap: cap > 0)
+    words = "None or a finite number > 0 of float32"
+    return expect_number("softcap", softcap, words, lambda cap: cap > 0 and in_float32(cap))
 
 
 def _expect_out(
@@ -327,7 +341,7 @@ def _expect_workspace(workspace: Workspace | None, q: torch.Tensor) -> None:
         return
     if not isinstance(workspace, Workspace):
         raise ValueError(f"workspace: expected a Workspace, got {type(workspace).__name__}")
-    if q.device.type not in ("meta", workspace.device.type):
+    if q.device.type != "meta" and not _same_device(workspace.device, q.device):
         raise ValueError(f"workspace: expected device {q.device}, got {workspace.device}")
 
 
@@ -337,8 +351,8 @@ def _check_values(call: ExtendCall) -> None:
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
         if tensor is not None:
             expect_finite(name, tensor[rows])
-    if call.sinks is not None and bool(call.sinks.isnan().any()):
-        raise ValueError("sinks: expected numbers, got NaN")
+    if call.sinks is not None and bool((call.sinks.isnan() | call.sinks.isposinf()).any()):
+        raise ValueError("sinks: expected finite logits or -inf, got NaN or inf")
     if call.plan.needs_cache and call.cache is not None and call.part != "extend":
         call.plan.validate(call.cache)
 
