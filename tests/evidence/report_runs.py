@@ -9,6 +9,7 @@ from typing import Any
 from headstart.evidence import cases
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult, CaseResult
+from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.checking import Accuracy
 from headstart.evidence.mutants import Found
 from headstart.evidence.paired import Ratio
@@ -317,6 +318,20 @@ def tuned() -> list[Any]:
     ]
 
 
+def bundles() -> list[Any]:
+    """One target built, and held but for one program; a first call in time, and one that is not."""
+    common = {"target": "cuda:90", "triton": "3.99.0", "models": ("gpt-oss-20b",)}
+    return [
+        Built(**common, programs=20, before=5, compiled=15, seconds=90.0, compiling=170.5, jobs=2,
+              failed=()),
+        Checked(**common, reachable=20, held=19, others=3, declined=1, said=("missing: scan",)),
+        FirstCall(call="layer", device="cuda", python="3.12.3", torch=2.0, start=0.5, package=0.1,
+                  first=0.21, second=0.0007, loaded=5),
+        FirstCall(call="rule", device="cuda", first=0.4, compiled=1),
+        FirstCall(call="norm", device="cuda", failed="ValueError: bundle: stale"),
+    ]  # fmt: skip
+
+
 def everything(folder: Path) -> list[Path]:
     """A run of every kind."""
     bits = Bits(op="gated_delta_rule", check="hits", form="bfloat16", implementation="triton",
@@ -343,5 +358,6 @@ def everything(folder: Path) -> list[Path]:
             "simulate": [promise],
             "trace": traffic(),
             "tune": tuned(),
+            "bundle": bundles(),
         }.items()
     ]

@@ -52,9 +52,9 @@ def text_of(page):
 def test_a_page_shows_every_kind_of_run(whole):
     assert sections(whole) == [
         "verdicts", "times-1", "times-2", "stages", "errors", "bits", "mutants", "tiles", "kernels",
-        "statistics", "traffic", "configurations", "environment",
+        "statistics", "traffic", "configurations", "bundles", "environment",
     ]  # fmt: skip
-    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 13
+    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 14
     words = text_of(whole)
     for figure in (
         "gdn-next-18778 18,778 flashinfer timed 0.5280 4.5 0.941 [0.922, 0.960] 60/60",
@@ -79,6 +79,12 @@ def test_a_page_shows_every_kind_of_run(whole):
         "oss-16k-win extend_attention/unified 64x64 0.2000 0.0%, in doubt the rule's -",
         "BN 32 -> 128 - - - no room",
         "extend_attention/extend 512x512 not reached",
+        "15 programs compiled for 1 target in 1.5 minutes, 0 do not compile; 19 of 20",
+        "2 of 3 calls made, in at most 0.40 s (0.3 allowed) beyond the device's start, 1 programs",
+        "cuda:90 3.99.0 gpt-oss-20b 20 5 15 90.0 170.5 2",
+        "cuda:90 3.99.0 gpt-oss-20b 20 19 3 1 missing: scan",
+        "layer Imaginary X1, 12 multiprocessors, 34 GiB 3.12.3 2.00 0.50 0.10 0.210 0.70 5 0",
+        "ValueError: bundle: stale",
         "Imaginary X1, 12 multiprocessors, 34 GiB",
         "0123456789ab",
         "HEADSTART_CHECK=1",
@@ -112,7 +118,7 @@ def test_verdicts_say_what_fails(whole):
     assert {what: tone for tone, what in found} == {
         "times": "good", "stages": "good", "errors": "bad", "bits": "good", "transcripts": "good",
         "tile bounds": "good", "mutants": "bad", "kernels": "bad", "statistics": "good",
-        "traffic": "good", "configurations": "bad",
+        "traffic": "good", "configurations": "bad", "bundles": "bad",
     }  # fmt: skip
 
 
@@ -414,7 +420,7 @@ def test_command_prints_and_fills_in_tables(all_runs, tmp_path):
     document.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
     done = run(all_runs, "--markdown", "--into", document)
     assert done.exit_code == 0
-    assert "results of 11 runs" in done.stdout
+    assert "results of 12 runs" in done.stdout
     assert row_of(document.read_text(), "gdn-next-8k")[-2] == "headstart"
     (tmp_path / "empty").mkdir()
     done = run(tmp_path / "empty", "--markdown", "--into", document)

@@ -18,6 +18,9 @@ from tests.runtime.bundled import rehearsed
 
 from headstart import checkpoints
 from headstart.cli import main
+from headstart.evidence import runs
+from headstart.evidence.bundles.records import Built, Checked, FirstCall
+from headstart.evidence.bundles.waiting import CALLS, case_of, first_call
 from headstart.evidence.cases import profiles
 from headstart.evidence.cases.extend_attention import AttentionCase
 from headstart.evidence.cases.profiles import PROCESSORS, calls, profile, reach
@@ -217,7 +220,11 @@ def command(*arguments):
 
 def test_the_command_builds_checks_and_lists(one_case, tmp_path, capsys):
     here = tmp_path / "built"
-    assert command("build", "--target", "90", "--jobs", 1, "-o", here) == 0
+    kept = tmp_path / "kept.json"
+    assert command("build", "--target", "90", "--jobs", 1, "-o", here, "--json", kept) == 0
+    (built,) = runs.load(kept, Built, "bundle").results
+    assert (built.programs, built.compiled, built.before, built.failed) == (2, 2, 0, ())
+    assert built.seconds > built.compiling / 2 > 0
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["cuda:90", "2", "0", "2"]
     assert command("check", here) == 0
     assert "100.0 %" in capsys.readouterr().out
@@ -245,7 +252,9 @@ def test_the_command_builds_checks_and_lists(one_case, tmp_path, capsys):
     assert command("check", here) == 1
     assert "is damaged: program: expected" in capsys.readouterr().out
     host = (here / "host").rename(tmp_path / "host")
-    assert command("check", here) == 1
+    assert command("check", here, "--json", kept) == 1
+    (checked,) = runs.load(kept, Checked, "bundle").results
+    assert (checked.reachable, checked.held, len(checked.said)) == (2, 0, 2)
     told = capsys.readouterr().out
     assert " 0.0 %" in told
     assert "missing for cuda:90: what any Python launches with: unified_kernel, key" in told
@@ -265,11 +274,36 @@ def test_the_command_tells_what_does_not_compile(one_case, tmp_path, capsys, mon
     ]
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_first_calls_are_in_the_profiles(name):
+    wanted = CALLS[name]
+    assert case_of(name) in profile(wanted.model)
+
+
+@pytest.mark.slow
+def test_a_first_call_is_made_in_a_process_of_its_own(tmp_path, capsys):
+    """On a CPU, where nothing is loaded."""
+    kept = tmp_path / "kept.json"
+    words = ("first", tmp_path, "--call", "tiny-attention", "--device", "cpu", "--json", kept)
+    ended = command(*words)
+    (found,) = runs.load(kept, FirstCall, "bundle").results
+    assert ended == (0 if found.first <= 0.3 else 1)
+    assert (found.call, found.loaded, found.compiled, found.failed) == ("tiny-attention", 0, 0, "")
+    assert min(found.torch, found.package, found.first, found.second) > 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("tiny-attention")
+    lost = first_call("tiny-attention", tmp_path, "cuda:9")
+    assert "Torch" in lost.failed or "CUDA" in lost.failed
+    assert not lost.good
+
+
 def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys):
     for arguments, said in (
         (("check", tmp_path / "none"), "none is no directory"),
         (("check", tmp_path), "holds nothing"),
         (("list", tmp_path / "none"), "none is no directory"),
+        (("first", tmp_path / "none", "--device", "cpu"), "none is no directory"),
+        (("first", tmp_path, "--call", "x"), "call: expected one of ['attention-window', "),
+        (("check", tmp_path, "--json", tmp_path), "json: expected a file to write"),
         (("build", "--target", "cuda:91", "-o", tmp_path), "target: expected one of"),
         (("build", "--target", "90", "--models", "x", "-o", tmp_path), "models: expected some of"),
         (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from headstart.cli.commands import Group
+from headstart.cli.commands import Group, need
 
 MODELS = click.option(
     "--models",
@@ -20,6 +20,7 @@ MODELS = click.option(
     metavar="M",
     help="Only what these call: catalogue, qwen3-next-80b, gpt-oss-20b, ...; all.",
 )
+JSON = click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
 
 
 @click.group(cls=Group)
@@ -37,6 +38,7 @@ def command() -> None:
     "--python", "pythons", multiple=True, metavar="PYTHON", help="That will serve; this one."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Made if it is not there.")
+@JSON
 @click.pass_context
 def build(
     ctx: click.Context,
@@ -45,11 +47,14 @@ def build(
     jobs: int | None,
     pythons: tuple[str, ...],
     output: str,
+    json_file: str | None,
 ) -> None:
     """Compile every program that the models' calls can launch, and keep it in DIR.
 
     Programs that DIR holds already are left. Exits with 1 when one does not compile.
     """
+    import triton
+
     from headstart.cli.printing import console, print_table
     from headstart.evidence.cases.profiles import reach
     from headstart.evidence.static.collect import resolve_targets
@@ -58,44 +63,67 @@ def build(
     from headstart.runtime.bundle_host import Python
     from headstart.runtime.static import TARGETS
 
-    bundle, rows, failed = Bundle(Path(output)), [], []
+    if json_file is not None:
+        expect_record(json_file)
+    bundle, found = Bundle(Path(output)), []
+    most = jobs or len(os.sched_getaffinity(0))
     serving = [Python.at(python) for python in pythons]
     for target in resolve_targets(targets):
         began = time.perf_counter()
-        found = reach(TARGETS[target], models)
-        programs = list(found.programs.values())
+        reached = reach(TARGETS[target], models)
+        programs = list(reached.programs.values())
         bundle.make()  # rather than find out after the first has compiled
         with _progress(target) as progress:
-            most = jobs or len(os.sched_getaffinity(0))
             built = build(bundle, programs, most, progress, serving)
-        broken = [
-            f"FAILS for {target}: {program.name}, {found.asked[program.key]}: {error}"
+        failed = [
+            f"FAILS for {target}: {program.name}, {reached.asked[program.key]}: {error}"
             for program, _, error in built
             if error
         ]
-        failed += broken
-        seconds = round(time.perf_counter() - began, 1)
-        before, compiled = len(programs) - len(built), len(built) - len(broken)
-        rows.append((target, len(programs), before, compiled, seconds))
-    print_table(("target", "programs", "there before", "compiled", "seconds"), rows)
-    for line in failed:
+        found.append(
+            {
+                "target": target, "triton": triton.__version__, "models": models,
+                "programs": len(programs), "compiled": len(built) - len(failed),
+                "before": len(programs) - len(built), "seconds": time.perf_counter() - began,
+                "compiling": sum(one.seconds for one in built), "jobs": most, "failed": failed,
+            }
+        )  # fmt: skip
+        if json_file is not None:
+            keep(ctx, json_file, "Built", found)
+    print_table(
+        ("target", "programs", "there before", "compiled", "seconds"),
+        [
+            (one["target"], one["programs"], one["before"], one["compiled"],
+             round(one["seconds"], 1))
+            for one in found
+        ],
+    )  # fmt: skip
+    said = [line for one in found for line in one["failed"]]
+    for line in said:
         console().print(line, markup=False)
-    ctx.exit(1 if failed else 0)
+    ctx.exit(1 if said else 0)
 
 
 @command.command()
 @click.argument("directory", metavar="DIR")
 @click.option("--target", "targets", multiple=True, metavar="T", help="Only these; all in DIR.")
 @MODELS
+@JSON
 @click.pass_context
 def check(
-    ctx: click.Context, directory: str, targets: tuple[str, ...], models: tuple[str, ...]
+    ctx: click.Context,
+    directory: str,
+    targets: tuple[str, ...],
+    models: tuple[str, ...],
+    json_file: str | None,
 ) -> None:
     """Compare DIR with what the models' calls launch; every artefact is read and hashed.
 
     Exits with 1 when a program is missing, stale or damaged, or what a Python of DIR launches it
     with.
     """
+    import triton
+
     from headstart.cli.printing import console, print_table
     from headstart.evidence.cases.profiles import reach
     from headstart.evidence.static.collect import resolve_targets
@@ -103,14 +131,16 @@ def check(
     from headstart.runtime.bundle import Artefact, Bundle
     from headstart.runtime.static import TARGETS
 
-    bundle, rows, said = Bundle(Path(directory)), [], []
+    if json_file is not None:
+        expect_record(json_file)
+    bundle, checked = Bundle(Path(directory)), []
     there = tuple(target for target in TARGETS if bundle.folders(target))
     if not there and not targets:
         raise ValueError(f"bundle: {directory} holds nothing")
     pythons = bundle_host.pythons(bundle.path) or ["any Python"]
     for target in resolve_targets(targets or there):
         found = reach(TARGETS[target], models)
-        held, others = 0, set(bundle.folders(target))
+        held, others, said = 0, set(bundle.folders(target)), []
         for key, program in found.programs.items():
             others.discard(bundle.folder(program))
             asked = f"{program.name}, key {key}, {found.asked[key]}"
@@ -130,12 +160,27 @@ def check(
                 Artefact.read(folder).check()
             except ValueError as error:
                 said.append(str(error))
-        share = f"{100 * held / len(found.programs):.1f} %"
-        rows.append((target, len(found.programs), held, share, len(others), len(found.declined)))
-    print_table(("target", "reachable", "held", "share", "others", "declined calls"), rows)
-    for line in said:
+        checked.append(
+            {
+                "target": target, "triton": triton.__version__, "models": models,
+                "reachable": len(found.programs), "held": held, "others": len(others),
+                "declined": len(found.declined), "said": said,
+            }
+        )  # fmt: skip
+    if json_file is not None:
+        keep(ctx, json_file, "Checked", checked)
+    print_table(
+        ("target", "reachable", "held", "share", "others", "declined calls"),
+        [
+            (one["target"], one["reachable"], one["held"],
+             f"{100 * one['held'] / one['reachable']:.1f} %", one["others"], one["declined"])
+            for one in checked
+        ],
+    )  # fmt: skip
+    told = [line for one in checked for line in one["said"]]
+    for line in told:
         console().print(line, markup=False)
-    ctx.exit(1 if said else 0)
+    ctx.exit(1 if told else 0)
 
 
 @command.command("list")
@@ -159,6 +204,70 @@ def list_programs(directory: str, as_json: bool) -> None:
             for size in [binary_size(artefact.program.stat().st_size)]
         ],
     )
+
+
+@command.command()
+@click.argument("directory", metavar="DIR")
+@click.option("--call", "names", multiple=True, metavar="NAME", help="Only these; all.")
+@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
+@JSON
+@click.pass_context
+def first(
+    ctx: click.Context,
+    directory: str,
+    names: tuple[str, ...],
+    device: str | None,
+    json_file: str | None,
+) -> None:
+    """Time first calls from DIR alone, each in a process of its own that may compile nothing.
+
+    Exits with 1 when one takes longer than 0.3 seconds or is not made.
+    """
+    need("evidence", "pydantic", "numpy")
+    from headstart.cli.devices import device_of
+    from headstart.cli.printing import console, print_table
+    from headstart.evidence.bundles.waiting import CALLS, first_call
+    from headstart.runtime.bundle import Bundle
+    from headstart.runtime.checks import expect_choice
+
+    for name in names:
+        expect_choice("call", name, tuple(CALLS))
+    if json_file is not None:
+        expect_record(json_file)
+    place, bundle = device_of(device), Bundle(Path(directory))
+    bundle.folders()  # there is one
+    found = [first_call(name, bundle.path, str(place)) for name in names or CALLS]
+    if json_file is not None:
+        keep(ctx, json_file, "FirstCall", [one.model_dump() for one in found])
+    print_table(
+        ("call", "torch s", "start s", "package s", "first s", "second ms", "loaded", "compiled"),
+        [
+            (one.call, f"{one.torch:.2f}", f"{one.start:.2f}", f"{one.package:.3f}",
+             f"{one.first:.3f}", f"{1000 * one.second:.2f}", one.loaded, one.compiled)
+            for one in found
+        ],
+    )  # fmt: skip
+    for one in found:
+        if one.failed:
+            console().print(f"{one.call}: {one.failed}", markup=False)
+    ctx.exit(0 if all(one.good for one in found) else 1)
+
+
+def expect_record(file: str) -> None:
+    """Raise unless a record can be written there."""
+    need("evidence", "pydantic", "numpy")
+    from headstart.evidence.files import expect_writable
+
+    expect_writable(file)
+
+
+def keep(ctx: click.Context, file: str, kind: str, found: Sequence[Mapping[str, Any]]) -> None:
+    """Write what was found of this kind of record."""
+    from headstart.evidence import runs
+    from headstart.evidence.bundles import records
+
+    options = {name: value for name, value in ctx.params.items() if name != "json_file"}
+    runs.save(file, "bundle", [getattr(records, kind)(**one) for one in found], options)
 
 
 @contextmanager

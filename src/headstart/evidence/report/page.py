@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
-from headstart.evidence.report import figures, models, tables, traffic, tuning
+from headstart.evidence.report import bundles, figures, models, tables, traffic, tuning
 from headstart.evidence.report.reading import KINDS, Compiled, RunFile, benched, results
 from headstart.evidence.report.summary import verdict
 from headstart.evidence.report.tables import Table
@@ -297,6 +298,25 @@ def _configurations(files: Sequence[RunFile]) -> list[Section]:
     return [section]
 
 
+def _bundles(files: Sequence[RunFile]) -> list[Section]:
+    built = [one for _, one in results(files, Built)]
+    checked = [one for _, one in results(files, Checked)]
+    first = results(files, FirstCall)
+    if not built and not checked and not first:
+        return []
+    section = Section(
+        "bundles",
+        "Bundles",
+        "Programs compiled ahead of time, without a device. A first call is that of a fresh "
+        "process that may compile nothing, with an empty cache of Triton's, on inputs that are "
+        "there.",
+    )
+    section.tables += [bundles.built(built)] if built else []
+    section.tables += [bundles.checked(checked)] if checked else []
+    section.tables += [bundles.first_calls(first)] if first else []
+    return [section]
+
+
 def _environment(files: Sequence[RunFile]) -> list[Section]:
     section = Section("environment", "Environment", "Where, when and how each run was made.")
     section.tables.append(tables.environments(files))
@@ -315,5 +335,6 @@ SECTIONS = (
     _traffic,
     _models,
     _configurations,
+    _bundles,
     _environment,
 )

@@ -13,6 +13,7 @@ from headstart.evidence import runs
 from headstart.evidence.arms import OURS, PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult, CaseResult
+from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.cases import OPERATIONS
 from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
@@ -59,6 +60,7 @@ KINDS: dict[str, Any] = {
     "trace": HitShare | Replayed | HitBits | Workload,
     "model": ModelResult,
     "tune": KeyResult | LeftOut,
+    "bundle": Built | Checked | FirstCall,
 }
 """Kind of a run -> what one of its results is, in the order in which a report tells them."""
 

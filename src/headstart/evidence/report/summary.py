@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from headstart.evidence.arms import PEERS
 from headstart.evidence.arms.sources import NOISE
+from headstart.evidence.bundles.records import WITHIN as SOON
+from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
@@ -68,8 +70,10 @@ def _mutants(found: list[Any]) -> tuple[str, bool]:
     alive = [one for one in found if one.killed_by is None]
     explained = sum(one.equivalent is not None for one in alive)
     blind = sum(one.cosine_passes is True for one in killed)
-    kernels = ", ".join(sorted({f"{one.op} {one.implementation}" for one in found}))
-    sentence = f"{kernels}: {len(killed):,} of {len(found):,} killed"
+    whose = sorted({f"{one.op} {one.implementation}" for one in found})
+    if len(whose) > 2:  # the section's table says which operations
+        whose = sorted({one.implementation for one in found})
+    sentence = f"{', '.join(whose)}: {len(killed):,} of {len(found):,} killed"
     if explained:
         sentence += f", {explained:,} explained as equivalent"
     return f"{sentence}; a cosine gate lets {blind:,} of them live", explained < len(alive)
@@ -86,7 +90,7 @@ def _bench(found: list[Any]) -> tuple[str, bool]:
 
 
 def _stages(found: list[Any]) -> tuple[str, bool]:
-    failed = sum(one.sentence.startswith("failed") for one in found)
+    failed = sum(one.failed for one in found)
     ran = sum(not one.sentence for one in found)
     return f"{ran:,} arms and variants on {_count(found, 'case')}", bool(failed)
 
@@ -166,6 +170,35 @@ def _tune(found: list[Any]) -> tuple[str, bool]:
     return sentence + (f"; left out: {left:,}" if left else ""), most > WITHIN
 
 
+def _bundle(found: list[Any]) -> tuple[str, bool]:
+    built = [one for one in found if isinstance(one, Built)]
+    checked = [one for one in found if isinstance(one, Checked)]
+    first = [one for one in found if isinstance(one, FirstCall)]
+    told, failed = [], False
+    if built:
+        broken = sum(len(one.failed) for one in built)
+        told.append(
+            f"{sum(one.compiled for one in built):,} programs compiled for "
+            f"{_count(built, 'target')} in {sum(one.seconds for one in built) / 60:.1f} minutes, "
+            f"{broken:,} do not compile"
+        )
+        failed |= bool(broken)
+    if checked:
+        held, all_of_them = (sum(getattr(x, n) for x in checked) for n in ("held", "reachable"))
+        told.append(f"{held:,} of {all_of_them:,} programs held for {_count(checked, 'target')}")
+        failed |= any(one.said for one in checked)
+    if first:
+        made = [one for one in first if not one.failed]
+        most = max((one.first for one in made), default=0.0)
+        told.append(
+            f"{len(made):,} of {_count(first, 'call')} made, in at most {most:.2f} s "
+            f"({SOON:g} allowed) beyond the device's start, "
+            f"{sum(one.compiled for one in first):,} programs compiled"
+        )
+        failed |= not all(one.good for one in first)
+    return "; ".join(told), failed
+
+
 def _count(found: list[Any], name: str) -> str:
     """How many different values a field has: "1 case", "3 targets"."""
     count = len({getattr(one, name) for one in found})
@@ -185,5 +218,6 @@ TOLD = {
     "trace": ("traffic", _trace),
     "model": ("models", _model),
     "tune": ("configurations", _tune),
+    "bundle": ("bundles", _bundle),
 }
 """Kind of a run -> what it is about, and what tells how it came out."""
