@@ -171,6 +171,13 @@ class Deadly(Program):
         os._exit(9)
 
 
+class Loud(Program):
+    def compile(self):
+        os.write(1, b"module {")
+        os.write(2, b"pipeline: ")
+        raise RuntimeError("PassManager::run failed")
+
+
 class Grouped(Program):
     def compile(self):
         raise RuntimeError(f"group {os.getpgid(0)}")
@@ -193,6 +200,12 @@ def test_a_compiler_that_takes_its_process_down_is_an_error(tmp_path):
     deadly = kind_of(Deadly, *rehearsed().values())
     with pytest.raises(ValueError, match="took its process down, in one of norm_kernel"):
         build(Bundle(tmp_path), [deadly], 1)
+
+
+def test_what_triton_writes_about_a_failure_is_not_shown(tmp_path, capfd):
+    (built,) = build(Bundle(tmp_path), [kind_of(Loud, *rehearsed().values())], 1)
+    assert built.error == "RuntimeError: PassManager::run failed"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_interrupt_at_a_terminal_is_not_the_compilers(tmp_path):

@@ -81,6 +81,10 @@ _work: tuple[Bundle, Sequence[Program], Sequence[Python]]
 
 def _begin(bundle: Bundle, programs: Sequence[Program], pythons: Sequence[Python]) -> None:
     global _work
+    # Of a kernel that it cannot compile, Triton writes all it has; what is told is the error.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     # The parent ends the pool. What a terminal interrupts is a group of processes: out of it, or
     # compilers that are cut short tell stories of thousands of lines.
     os.setpgid(0, 0)
