@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import headstart as package
 from headstart import cli
 from headstart.cli.commands import COMMANDS, Command, headstart
+from headstart.cli.printing import print_table
 from headstart.evidence import cases
 from headstart.evidence.files import expect_writable, write
 
@@ -231,6 +232,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     write("/dev/null", "to nobody")
     with pytest.raises(ValueError, match=r"json: cannot write .*: No such file"):
         write(tmp_path / "no" / "a.json", "")
+
+
+def test_numbers_are_aligned_to_the_right(capsys):
+    rows = [("a", 1, "9.50", "-", "78%", "0.9 [0.8, 1.0]"), ("b", 1200, "10.25", "-inf", "9%", "-")]
+    print_table(("arm", "n", "device ms", "wall", "share", "ratio"), rows)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "arm      n  device ms  wall  share  ratio",
+        "a        1       9.50     -    78%  0.9 [0.8, 1.0]",
+        "b    1,200      10.25  -inf     9%  -",
+    ]
 
 
 IMPORTS = {

@@ -380,7 +380,7 @@ def _print_case(result: CaseResult) -> None:
     print_table(
         ("arm", "status", "device ms", "host us", "wall ms", "of floor", "ratio", "wins", "error"),
         [_row(arm) for arm in result.arms],
-        title=f"{result.case} on {result.device}, {result.dtype}, {result.tokens} tokens, "
+        title=f"{result.case} on {result.device}, {result.dtype}, {result.tokens:,} tokens, "
         f"{result.rounds} rounds, clock {result.clock or '-'}, flushed {result.flushed or '-'}; "
         f"floor {result.floor_ms:.4f} ms at {result.ceilings.copy_rate / 1e12:.3f} TB/s and "
         f"{result.ceilings.matmul_rate / 1e12:.2f} TFLOP/s",

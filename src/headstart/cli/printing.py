@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from headstart.evidence.stages import Stage
 
 UNBOUNDED = 10_000
+NUMBER = re.compile(r"-|-?inf( x)?|nan|[+-]?[\d,.]*\d(e[+-]?\d+)?(%| x|/\d+)?")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -24,11 +26,15 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """A plain table; columns whose cells are all numbers are aligned to the right."""
+    """A plain table; columns whose cells are all numbers are aligned to the right.
+
+    A number is one of Python's, or a text such as "1.50", "3.1e-04", "78%", "663 x" or "38/60";
+    "-" stands for none.
+    """
     rows = [tuple(row) for row in rows]
     table = Table(box=None, pad_edge=False, title=title or None, title_justify="left")
     for index, name in enumerate(columns):
-        numbers = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
+        numbers = bool(rows) and all(NUMBER.fullmatch(str(row[index])) for row in rows)
         table.add_column(
             name, justify="right" if numbers else "left", no_wrap=index == 0, overflow="fold"
         )
