@@ -277,6 +277,7 @@ def test_states_at_given_positions_forbid_shorter_lengths():
         (["--op", "extend_attention", "--cases", "none-*"], "no case of extend_attention fits"),
         (["--op", "causal_conv1d", "--cases", "llama-16k"], "no case of causal_conv1d fits"),
         (["--op", "extend_attention", "--shares", "1,2"], "shares: expected numbers in"),
+        (["--op", "extend_attention", "--shares", "0.5,0.50"], "each once"),
         (["--op", "extend_attention", "--dtype", "int8"], "dtype: expected one of"),
         (["--op", "extend_attention", "--seconds", "nan"], "'--seconds': nan is no number of"),
         (["--op", "extend_attention", "--device", "tpu"], "device: tpu"),

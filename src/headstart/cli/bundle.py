@@ -64,7 +64,7 @@ def build(
     from headstart.runtime.static import TARGETS
 
     if json_file is not None:
-        expect_record(json_file)
+        _expect_record(json_file)
     bundle, found = Bundle(Path(output)), []
     most = jobs or len(os.sched_getaffinity(0))
     serving = [Python.at(python) for python in pythons]
@@ -89,7 +89,7 @@ def build(
             }
         )  # fmt: skip
         if json_file is not None:
-            keep(ctx, json_file, "Built", found)
+            _keep(ctx, json_file, "Built", found)
     print_table(
         ("target", "programs", "there before", "compiled", "seconds"),
         [
@@ -132,7 +132,7 @@ def check(
     from headstart.runtime.static import TARGETS
 
     if json_file is not None:
-        expect_record(json_file)
+        _expect_record(json_file)
     bundle, checked = Bundle(Path(directory)), []
     there = tuple(target for target in TARGETS if bundle.folders(target))
     if not there and not targets:
@@ -168,7 +168,7 @@ def check(
             }
         )  # fmt: skip
     if json_file is not None:
-        keep(ctx, json_file, "Checked", checked)
+        _keep(ctx, json_file, "Checked", checked)
     print_table(
         ("target", "reachable", "held", "share", "others", "declined calls"),
         [
@@ -233,12 +233,12 @@ def first(
     for name in names:
         expect_choice("call", name, tuple(CALLS))
     if json_file is not None:
-        expect_record(json_file)
+        _expect_record(json_file)
     place, bundle = device_of(device), Bundle(Path(directory))
     bundle.folders()  # there is one
     found = [first_call(name, bundle.path, str(place)) for name in names or CALLS]
     if json_file is not None:
-        keep(ctx, json_file, "FirstCall", [one.model_dump() for one in found])
+        _keep(ctx, json_file, "FirstCall", [one.model_dump() for one in found])
     print_table(
         ("call", "torch s", "start s", "package s", "first s", "second ms", "loaded", "compiled"),
         [
@@ -253,7 +253,7 @@ def first(
     ctx.exit(0 if all(one.good for one in found) else 1)
 
 
-def expect_record(file: str) -> None:
+def _expect_record(file: str) -> None:
     """Raise unless a record can be written there."""
     need("evidence", "pydantic", "numpy")
     from headstart.evidence.files import expect_writable
@@ -261,7 +261,7 @@ def expect_record(file: str) -> None:
     expect_writable(file)
 
 
-def keep(ctx: click.Context, file: str, kind: str, found: Sequence[Mapping[str, Any]]) -> None:
+def _keep(ctx: click.Context, file: str, kind: str, found: Sequence[Mapping[str, Any]]) -> None:
     """Write what was found of this kind of record."""
     from headstart.evidence import runs
     from headstart.evidence.bundles import records

@@ -104,8 +104,10 @@ def _shares(words: str) -> list[float]:
         found = [float(word) for word in words.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < share <= 1 for share in found):
-        raise ValueError(f"shares: expected numbers in (0, 1], with commas between, got {words!r}")
+    if not all(0 < share <= 1 for share in found) or len(set(found)) != len(found) or not found:
+        raise ValueError(
+            f"shares: expected numbers in (0, 1], each once, with commas between, got {words!r}"
+        )
     return found
 
 
