@@ -12,11 +12,14 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 from headstart import DeltaCache, Gate, Pool, Schedule  # noqa: E402
 from headstart.ops.gated_delta_rule import spec  # noqa: E402
 from headstart.ops.gated_delta_rule.hopper import short_call  # noqa: E402
+from headstart.ops.gated_delta_rule.signature import signature  # noqa: E402
 from headstart.ops.gated_delta_rule.stores import Stores  # noqa: E402
+from headstart.runtime import launcher  # noqa: E402
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
          torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
@@ -76,6 +79,7 @@ CALLS = {
             layout="vk",
         ),
     ),
+    "the rest of a chunk": lambda: bound([30, 9], drafts=0, starts=[70, 100]),
     "decode": lambda: bound([1, 1], drafts=0, starts=[200, 64], qk_l2norm=True),
     "drafts": lambda: bound(
         [4, 4],
@@ -101,6 +105,10 @@ def test_what_a_short_call_launches_compiles(monkeypatch, name):
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = f"*{NAMES[value.dtype]}"
                 divisible = value.data_ptr() % 16 == 0
+            elif isinstance(value, TensorDescriptor):
+                kind = f"{NAMES[value.base.dtype]}{list(value.block_shape)}"
+                signature[parameter.name] = f"tensordesc<{kind},{value.layout!r}>"
+                divisible = False
             elif isinstance(value, float):
                 signature[parameter.name], divisible = "fp32", False
             else:
@@ -117,5 +125,17 @@ def test_what_a_short_call_launches_compiles(monkeypatch, name):
     short_call.launch(call, Stores.allocate(call, torch.float32))
     (kernel,) = found
     assert "wgmma" in kernel.asm["ptx"]
-    # Two programs and more share a multiprocessor.
-    assert kernel.metadata.shared <= 100 * 1024
+    # Two programs share a multiprocessor, each with 1 KiB of the driver's; one, with a wide window.
+    assert kernel.metadata.shared <= (227 if name == "the rest of a chunk" else 113) * 1024
+
+
+def test_a_step_of_another_window_has_another_signature(monkeypatch):
+    monkeypatch.setattr(launcher, "PREPARED", {"cpu"})
+    found = []
+    for lengths in ([9, 9], [8, 10], [10, 8]):
+        call = bound(lengths, drafts=17, starts=[200, 70])
+        given = (call.q, call.k, call.v, call.g, call.beta, call.schedule, call.state, call.gate)
+        seen = signature(*given, None, False, None, False, None, None, None)
+        assert seen is not None
+        found.append(seen[0])
+    assert found[0] != found[1] == found[2]

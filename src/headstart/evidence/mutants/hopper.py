@@ -20,6 +20,8 @@ CHANNEL_PREPARE = "gated_delta_rule/hopper/channel_prepare.py"
 CHANNEL_SCAN = "gated_delta_rule/hopper/channel_scan.py"
 SHORT = "gated_delta_rule/hopper/short.py"
 SHORT_TILES = "gated_delta_rule/hopper/short_tiles.py"
+DECODE = "gated_delta_rule/hopper/decode.py"
+DECODE_TILES = "gated_delta_rule/hopper/decode_tiles.py"
 CUTTING = "gated_delta_rule/cutting.py"
 JOIN = "gated_delta_rule/passes/join.py"
 
@@ -240,19 +242,19 @@ MUTANTS = (
     ),
     _mutant(
         name="hopper-short-stale-slot",
-        fault="A new short sequence starts from whatever its slot held.",
+        fault="A new short sequence starts from whatever lies where its state would.",
         pitfall=64,
-        file=SHORT,
-        old="        there = held & (stands > 0)\n",
-        new="        there = stands >= 0\n",
+        file=DECODE,
+        old="held & (stands > 0),\n",
+        new="held | (stands == 0),\n",
         checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
         name="hopper-short-fold-missed",
         fault="A chunk that a short step completes is not folded into the slot's state.",
-        file=SHORT,
-        old="            if (low + 64 == fold) & (write >= 0):",
-        new="            if (low + 64 < fold) & (write >= 0):",
+        file=DECODE,
+        old="    folds = (low + 64 == fold) & (write >= 0)\n",
+        new="    folds = (low + 64 < fold) & (write >= 0)\n",
         checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
@@ -267,17 +269,17 @@ MUTANTS = (
     _mutant(
         name="hopper-short-tail-row-missing",
         fault="The first row of a tail is not read by a short step.",
-        file=SHORT_TILES,
-        old="        old = held & (at >= stands) & (at < start)\n        kept = tail + slot",
-        new="        old = held & (at > stands) & (at < start)\n        kept = tail + slot",
+        file=DECODE_TILES,
+        old="    old = held & (low + rows >= stands) & (low + rows < start)\n    lines",
+        new="    old = held & (low + rows > stands) & (low + rows < start)\n    lines",
         checks=("rule short cache of 128", "rule short drafts of 128"),
     ),
     _mutant(
         name="hopper-short-rows-not-kept",
-        fault="Keys of a short step are kept without the first of them.",
-        file=SHORT_TILES,
-        old="((low + at >= start) & (low + at < end))[:, None]\n        kept = tail_k",
-        new="((low + at > start) & (low + at < end))[:, None]\n        kept = tail_k",
+        fault="Keys and values of a short step are kept without every eighth of them.",
+        file=DECODE_TILES,
+        old="x, mask=new[:, None])",
+        new="x, mask=(new & (rows % 8 > 0))[:, None])",
         checks=("transcripts normalised",),
     ),
     _mutant(

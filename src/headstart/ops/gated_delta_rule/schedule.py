@@ -21,6 +21,11 @@ from headstart.runtime.checks import (
 from headstart.runtime.handles import Handled
 from headstart.runtime.record import current_record
 
+WINDOW = 16
+"""Rows of a chunk that hold the new ones of a small step, wherever it starts."""
+FEW = 9
+"""Tokens of a small step: they lie in the WINDOW rows from some multiple of 8 on."""
+
 
 def floor_chunk(position: int) -> int:
     """The last chunk border at or below `position`.
@@ -81,7 +86,7 @@ class Schedule(Handled):
         self._on_device: dict[Callable[[Schedule], list[int]], torch.Tensor] = {}
         self._facts: tuple[int, int, int, int, bool, tuple[int, int, int] | None] | None = None
         self._chunks: dict[bool, int] = {}
-        self._short: dict[int, bool] = {}
+        self._windows: dict[int, int] = {}
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -152,7 +157,7 @@ class Schedule(Handled):
         self.drafts, self.snapshot_positions = flags, kept
         self._facts = None
         self._chunks.clear()
-        self._short.clear()
+        self._windows.clear()
         if self.capacity is None:
             self._on_device.clear()
         for build, tensor in self._on_device.items():
@@ -213,26 +218,31 @@ class Schedule(Handled):
             self._chunks[drafting] = count
         return self._chunks[drafting]
 
-    def short(self, draft_tokens: int = 0) -> bool:
-        """Whether the new tokens of every sequence lie in one chunk of it.
+    def window(self, draft_tokens: int = 0) -> int:
+        """Rows of a chunk, WINDOW or CHUNK, that hold the new tokens of each sequence; or 0.
 
-        draft_tokens: of a cache that takes drafts: then, whether there are at most as many, in one
-        or two chunks. False where a capacity leaves the lengths open.
+        0: tokens of a sequence lie in several chunks, or a capacity leaves the lengths open.
+        draft_tokens: of a cache that takes drafts: then steps of at most as many may lie in two
+        chunks; the window is one of either.
 
         >>> schedule = Schedule([60, 2], start_positions=[0, 63], device="cpu")
-        >>> schedule.short(), schedule.short(4), schedule.short(60)
-        (False, False, True)
+        >>> schedule.window(), schedule.window(4), schedule.window(60)
+        (0, 0, 64)
+        >>> Schedule([1, 4], start_positions=[100, 14], device="cpu").window()
+        16
         """
-        if draft_tokens not in self._short:
+        if draft_tokens not in self._windows:
             steps = zip(self.starts, self.lengths, strict=True)
+            longest = max(self.lengths, default=0)
             if self.capacity is not None:
                 short = False
             elif draft_tokens:
-                short = max(self.lengths, default=0) <= draft_tokens
+                short = longest <= draft_tokens
             else:
                 short = all(start % CHUNK + length <= CHUNK for start, length in steps)
-            self._short[draft_tokens] = short
-        return self._short[draft_tokens]
+            rows = WINDOW if longest <= FEW else CHUNK
+            self._windows[draft_tokens] = rows if short else 0
+        return self._windows[draft_tokens]
 
     def on_device(self, build: Callable[[Schedule], list[int]]) -> torch.Tensor:
         """The integers that `build` makes of this schedule, int32 on its device, kept.

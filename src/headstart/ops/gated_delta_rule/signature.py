@@ -20,7 +20,7 @@ from headstart.runtime import launcher
 from headstart.runtime.checks import INTEGERS, checking
 from headstart.runtime.dispatch import NUMBERS, Signature
 from headstart.runtime.launcher import HostInts
-from headstart.runtime.steady import layout, plain
+from headstart.runtime.steady import layout, layouts, plain
 from headstart.runtime.workspace import Workspace
 
 Tensors = list[Tensor]
@@ -59,17 +59,17 @@ def signature(
         of_state = state_facts(state, count, device, tensors)
     if snapshots is not None:
         of_snapshots = snapshot_facts(snapshots, state, kept, device, tensors)
-    if of_state is REFUSED or of_snapshots is REFUSED or not plain(tensors[:given]):
+    of_rows = layouts(tensors[:given])
+    if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
         return None
     cached = type(state) is CacheSlots
     drafts = state.cache.draft_tokens if cached else 0
-    chunks = schedule.chunk_count(drafts > 0), schedule.short(drafts)
+    chunks = schedule.chunk_count(drafts > 0), schedule.window(drafts)
     facts = (
         g is None, beta is None, a_log is None, dt_bias is None, out is None,
         gate.kind, gate.beta, gate.lower_bound, return_state, scale, qk_l2norm, reproducible,
         None if workspace is None else workspace.device, schedule.device, step, chunks,
-        of_state, of_snapshots,
-        *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors[:given]],
+        of_state, of_snapshots, *of_rows,
     )  # fmt: skip
     return facts, tensors
 

@@ -5,10 +5,11 @@
     o = scale Gamma_i0 q S + P v_new                 S <- Gamma_C0 S + k^T (Gamma_Ci v_new)
 
 [Gated Delta Networks, arXiv 2412.06464.] What `decays`, `prepare` and `scan` compute in turn for
-long sequences: the same products, roundings and order of adding, hence the same bits. One program
-per value head and sequence; nothing but states, rows and outputs passes through memory. T and P of
-a chunk serve both halves of V, which take turns; S of a half, transposed [64, K], is in registers.
-A sequence of several chunks makes T and P anew for each half.
+long sequences: the same products, roundings and order of adding, hence the same bits. Steps on a
+cache have a kernel of their own, `decode`. One program per value head and sequence; nothing but
+states, rows and outputs passes through memory. T and P of a chunk serve both halves of V, which
+take turns; S of a half, transposed [64, K], is in registers. A sequence of several chunks makes T
+and P anew for each half.
 """
 
 # Kernels are written in Gluon, which reads other types than Python's.
@@ -29,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, thread_barrier
-from headstart.ops.gated_delta_rule.hopper.short_tiles import SCALES, keep_rows, make_tiles
+from headstart.ops.gated_delta_rule.hopper.short_tiles import SCALES, make_tiles
 
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
 
@@ -120,7 +121,7 @@ def keep_snapshot(
 
 @gluon.jit
 def opened(
-    old, snaps, staged, opens, opening, stands, head, block, more,
+    old, snaps, staged, opens, opening, start, head, block, more,
     K: gl.constexpr, old_k: gl.constexpr, old_v: gl.constexpr,
     snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr, AHEAD: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
@@ -145,7 +146,7 @@ def opened(
     if HAS_SNAPSHOTS:
         if opens:
             keep_snapshot(
-                S, snaps, opening, head, block, stands, K, snap_k, snap_v,
+                S, snaps, opening, head, block, start, K, snap_k, snap_v,
                 HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
     return S
@@ -153,11 +154,11 @@ def opened(
 
 @gluon.jit
 def advance(
-    S, outs, snaps, staged, tiles, place, low, after, fold, write, more, head, block, scale,
+    S, outs, snaps, staged, tiles, place, low, after, write, more, head, block, scale,
     K: gl.constexpr, V: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
     snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_NEW: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    CACHED: gl.constexpr, LINES_KEPT: gl.constexpr,
+    LINES_KEPT: gl.constexpr,
 ):  # fmt: skip
     """Outputs of a chunk in one half of V, and the state after it where anyone wants it."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -168,7 +169,7 @@ def advance(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o, o_token, o_head, new_state, new_n, new_h = outs
     q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales, q_reads = tiles
-    row, start, end, held, stands, _slot = place
+    row, start, end = place
     dtype: gl.constexpr = k_tile.dtype
     v_tile = halves.index(block)
     rows = gl.arange(0, 64, layout=COLUMN)
@@ -204,8 +205,6 @@ def advance(
     # o^T takes v's place.
     v_tile.permute((1, 0)).store(out.to(dtype))
     wanted = more
-    if CACHED:
-        wanted = wanted | ((low + 64 == fold) & (write >= 0))
     if HAS_SNAPSHOTS:
         wanted = wanted | (after >= 0)
     if HAS_NEW:
@@ -220,16 +219,12 @@ def advance(
                     S, snaps, after, head, block, low + 64, K, snap_k, snap_v,
                     HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
                 )  # fmt: skip
-        if CACHED:
-            if (low + 64 == fold) & (write >= 0):
-                keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
-        elif HAS_NEW:
+        if HAS_NEW:
             if (not more) & (write >= 0):
+                to = new_state + write * new_n + head * new_h
                 if LINES_KEPT:
-                    to = new_state + write * new_n + head * new_h
                     keep_lines(S, staged, to, block, new_k, new_v)
                 else:
-                    to = new_state + write * new_n + head * new_h
                     keep_state(S, to, block, K, new_k, new_v)
     thread_barrier()
     at = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
@@ -247,18 +242,15 @@ def advance(
 def short_kernel(
     q, k, v, o, g, beta, a_log, dt_bias, sequences, items,
     old_state, read_slots, present, new_state, write_slots,
-    snapshots, snapshot_slots, snapshot_position, snapshot_end,
-    position, tail_end, tail_k, tail_v, tail_decay, tail_beta, scale, lower_bound,
+    snapshots, snapshot_slots, snapshot_position, snapshot_end, scale, lower_bound,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
     g_token, g_head, beta_token, beta_head, old_n, old_h, new_n, new_h,
-    snap_n, snap_h, snap_position, position_slot, tail_k_slot, tail_k_head,
-    tail_v_slot, tail_v_head, tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head,
-    tail_rows,
+    snap_n, snap_h, snap_position,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
     snap_k: gl.constexpr, snap_v: gl.constexpr,
     GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
-    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr, CACHED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
     HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
@@ -266,8 +258,7 @@ def short_kernel(
 ):  # fmt: skip
     """One program per (HALVES halves of V, value head, sequence).
 
-    SEVERAL: whether a sequence may have more chunks than one. HALVES must be 2 with a cache, whose
-    positions a program reads and writes alone.
+    SEVERAL: whether a sequence may have more chunks than one.
     """
     program = gl.program_id(0)
     first_block = program % (2 // HALVES)
@@ -280,7 +271,6 @@ def short_kernel(
     first_chunk = gl.load(sequences + n * 8 + 3)
     begin = gl.load(sequences + n * 8 + 4)
     count = gl.load(sequences + n * 8 + 5)
-    fold = gl.load(sequences + n * 8 + 6)
     opening = gl.load(sequences + n * 8 + 7)
     if count < 0:
         return
@@ -295,16 +285,6 @@ def short_kernel(
     slot = gl.maximum(slot, 0)
     if HAS_PRESENT:
         there = there & (gl.load(present + n) != 0)
-    held = False
-    stands = start
-    first = begin
-    if CACHED:
-        held = there & (start > 0)
-        stands = start // 64 * 64
-        if held & (count > 0):
-            stands = gl.load(position + slot * position_slot + head)
-        first = begin + gl.where(count > 0, (stands - first_chunk * 64) // 64, 0)
-        there = held & (stands > 0)
     last = begin + count
     if HAS_STATE:
         if (old_v == 1) | (old_k == 1):
@@ -314,11 +294,11 @@ def short_kernel(
     old = old_state, old_n, old_h, slot, there
     # States go through shared memory in pieces of 16 bytes, conflicts apart as they lie in rows.
     AHEAD: gl.constexpr = (
-        HAS_STATE and (CACHED or not SEVERAL)
+        HAS_STATE and not SEVERAL
         and old_state.dtype.element_ty == gl.float32 and (old_v == 1 or old_k == 1)
     )  # fmt: skip
     LINES_KEPT: gl.constexpr = (
-        HAS_NEW and not HAS_STATE and not CACHED
+        HAS_NEW and not HAS_STATE
         and new_state.dtype.element_ty == gl.float32 and (new_v == 1 or new_k == 1)
     )  # fmt: skip
     staged = 0
@@ -347,47 +327,36 @@ def short_kernel(
         gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
         gl.allocate_shared_memory(gl.float32, [64], PLAIN),
     )
-    place = row, start, end, held, stands, slot
-    rows = (
-        q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
-    )  # fmt: skip
-    gates = (
-        g, beta, a_log, dt_bias, tail_decay, tail_beta, lower_bound,
-        g_token, g_head, beta_token, beta_head,
-        tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-    )  # fmt: skip
+    place = row, start, end
+    rows = q, k, v, q_token, q_head, k_token, k_head, v_token, v_head
+    gates = g, beta, a_log, dt_bias, lower_bound, g_token, g_head, beta_token, beta_head
     outs = o, o_token, o_head, new_state, new_n, new_h
     snaps = (
         snapshots, snapshot_slots, snapshot_position, snapshot_end, snap_n, snap_h, snap_position,
     )  # fmt: skip
-    # Where a slot's state is not that of the opening, the first chunk leads there.
-    opens = (opening >= 0) & (stands == start // 64 * 64)
-    low = (first_chunk + first - begin) * 64
+    opens = (opening >= 0) & (start % 64 == 0)
+    low = first_chunk * 64
     if not SEVERAL:
-        if first < last:
+        if begin < last:
             make_tiles(
                 rows, gates, place, low, head, key_head, tiles, scale,
-                K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE, CACHED,
+                K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
             )  # fmt: skip
-            if CACHED:
-                if (write >= 0) & (low >= fold):
-                    keep_rows(rows, gates, place, low, head, key_head, tiles, write, H, HV, K, V)
         for half in gl.static_range(HALVES):
             block = first_block + half
             S = opened(
-                old, snaps, staged, opens, opening, stands, head, block, half + 1 < HALVES,
+                old, snaps, staged, opens, opening, start, head, block, half + 1 < HALVES,
                 K, old_k, old_v, snap_k, snap_v, HAS_STATE, AHEAD,
                 HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
-            if first < last:
+            if begin < last:
                 after = -1
                 if HAS_SNAPSHOTS:
-                    after = gl.load(items + first * 3 + 2)
+                    after = gl.load(items + begin * 3 + 2)
                 S = advance(
-                    S, outs, snaps, staged, tiles, place, low, after, fold, write, False,
+                    S, outs, snaps, staged, tiles, place, low, after, write, False,
                     head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, LINES_KEPT,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, LINES_KEPT,
                 )  # fmt: skip
             elif HAS_NEW:
                 if write >= 0:
@@ -397,36 +366,27 @@ def short_kernel(
         for half in tl.range(HALVES, disable_licm=True):
             block = first_block + half
             S = opened(
-                old, snaps, staged, opens, opening, stands, head, block, half + 1 < HALVES,
+                old, snaps, staged, opens, opening, start, head, block, half + 1 < HALVES,
                 K, old_k, old_v, snap_k, snap_v, HAS_STATE, AHEAD,
                 HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
-            for item in tl.range(first, last, disable_licm=True):
+            for item in tl.range(begin, last, disable_licm=True):
                 low = (first_chunk + item - begin) * 64
-                if (half == 0) | (last - first > 1):
+                if (half == 0) | (last - begin > 1):
                     make_tiles(
                         rows, gates, place, low, head, key_head, tiles, scale,
-                        K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE, CACHED,
+                        K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
                     )  # fmt: skip
-                    if CACHED:
-                        if (half == 0) & (write >= 0) & (low >= fold):
-                            keep_rows(
-                                rows, gates, place, low, head, key_head, tiles, write, H, HV, K, V
-                            )
                 after = -1
                 if HAS_SNAPSHOTS:
                     after = gl.load(items + item * 3 + 2)
                 S = advance(
-                    S, outs, snaps, staged, tiles, place, low, after, fold, write, item + 1 < last,
+                    S, outs, snaps, staged, tiles, place, low, after, write, item + 1 < last,
                     head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, LINES_KEPT,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, LINES_KEPT,
                 )  # fmt: skip
                 # Before the next chunk's rows take the place of these.
                 thread_barrier()
             if HAS_NEW:
-                if (first >= last) & (write >= 0):
+                if (begin >= last) & (write >= 0):
                     keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
-    if CACHED:
-        if write >= 0:
-            gl.store(position + write * position_slot + head, fold)
-            gl.store(tail_end + write * position_slot + head, end)

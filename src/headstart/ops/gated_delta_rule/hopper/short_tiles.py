@@ -65,25 +65,16 @@ def ring_of(low, rows, tail_rows):
 
 @gluon.jit
 def gather(
-    to, x, token, head_step, head, tail, slot_step, tail_head_step, tail_rows, place, low,
-    first_column: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr,
-    CACHED: gl.constexpr,
+    to, x, token, head_step, head, place, low,
+    first_column: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy COLUMNS columns of a chunk's rows, of the call or of a tail; 0 for none.
-
-    WIDTH: columns of a row of the tail.
-    """
-    row, start, end, held, stands, slot = place
+    """Begin to copy COLUMNS columns of a chunk's rows; 0 where the call brings none."""
+    row, start, end = place
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     columns = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LINES))
     at = low + rows
     taken = (at >= start) & (at < end)
     lines = x + (row + low - start).to(gl.int64) * token + head * head_step + rows * token
-    if CACHED:
-        old = held & (at >= stands) & (at < start)
-        kept = tail + slot * slot_step + head * tail_head_step
-        lines = gl.where(old, kept + ring_of(low, rows, tail_rows) * WIDTH, lines)
-        taken = taken | old
     gather_in(to, lines[:, None] + columns[None, :], mask=taken[:, None])
 
 
@@ -102,58 +93,75 @@ def spoiled_rows(halves, zeros):
 
 
 @gluon.jit
-def read_gates(
-    gates, place, low, head, scales,
-    GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
-    HAS_BIAS: gl.constexpr, CACHED: gl.constexpr,
+def ask_gates(
+    gates, place, low, head,
+    GATE: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Log decays, their running sum and betas of a chunk, also to `scales`.
-
-    Returns both words of the sum [64, 4], beta [64], and the first row that gates spoil. Each warp
-    has all rows.
-    """
+    """What `read_gates` reads of the call's rows, loaded before anyone waits for it."""
     ALL: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    (
-        g, beta, a_log, dt_bias, tail_decay, tail_beta, lower_bound,
-        g_token, g_head, beta_token, beta_head,
-        tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-    ) = gates  # fmt: skip
-    row, start, end, held, stands, slot = place
+    g, beta, a_log, dt_bias, lower_bound, g_token, g_head, beta_token, beta_head = gates
+    row, start, end = place
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ALL))
-    at = low + rows
-    new = (at >= start) & (at < end)
+    new = (low + rows >= start) & (low + rows < end)
     first_row = (row + low - start).to(gl.int64)
     decay = gl.zeros([64], gl.float32, gl.SliceLayout(1, ALL))
-    if HAS_G:
-        decay = g + first_row * g_token + head * g_head + rows * g_token
-        decay = gl.load(decay, mask=new, other=0.0).to(gl.float32)
-        rate = 0.0
-        bias = 0.0
-        if GATE == "raw" or GATE == "bounded":
-            rate = gl.exp(gl.load(a_log + head).to(gl.float32))
-            if HAS_BIAS:
-                bias = gl.load(dt_bias + head).to(gl.float32)
-        decay = gl.where(new, log_decay(decay, rate, bias, lower_bound, GATE), 0.0)
     b = gl.where(new, 1.0, 0.0)
+    rate = 0.0
+    bias = 0.0
+    if HAS_G:
+        found = g + first_row * g_token + head * g_head + rows * g_token
+        decay = gl.load(found, mask=new, other=0.0)
+        if GATE == "raw" or GATE == "bounded":
+            rate = gl.load(a_log + head)
+            if HAS_BIAS:
+                bias = gl.load(dt_bias + head)
     if HAS_BETA:
-        b = beta + first_row * beta_token + head * beta_head + rows * beta_token
-        b = gl.load(b, mask=new, other=0.0).to(gl.float32)
-        b = gl.where(new, strength(b, BETA), 0.0)
-    if CACHED:
-        old = held & (at >= stands) & (at < start)
-        ring = ring_of(low, rows, tail_rows)
-        kept = tail_decay + slot * tail_decay_slot + head * tail_decay_head
-        decay = gl.where(old, gl.load(kept + ring, mask=old, other=0.0), decay)
-        kept = tail_beta + slot * tail_beta_slot + head * tail_beta_head
-        b = gl.where(old, gl.load(kept + ring, mask=old, other=0.0), b)
+        found = beta + first_row * beta_token + head * beta_head + rows * beta_token
+        b = gl.load(found, mask=new, other=0.0)
+    return decay, b, rate, bias
+
+
+@gluon.jit
+def read_gates(
+    asked, lower_bound, place, low,
+    GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Log decays and betas of the call's rows in a chunk, of what was asked for; 0 elsewhere."""
+    ALL: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+    decay, b, rate, bias = asked
+    row, start, end = place
+    at = low + gl.arange(0, 64, layout=gl.SliceLayout(1, ALL))
+    new = (at >= start) & (at < end)
+    if HAS_G:
+        if GATE == "raw" or GATE == "bounded":
+            rate = gl.exp(rate.to(gl.float32))
+            if HAS_BIAS:
+                bias = bias.to(gl.float32)
+        decay = log_decay(decay.to(gl.float32), rate, bias, lower_bound, GATE)
+        decay = gl.where(new, decay, 0.0)
+    if HAS_BETA:
+        b = gl.where(new, strength(b.to(gl.float32), BETA), 0.0)
+    return decay, b
+
+
+@gluon.jit
+def add_gates(decay, b, sums):
+    """The running sum of a chunk's log decays; it, betas and log decays also to `sums`.
+
+    Returns both words of the sum [64, 4], and the first row that gates spoil. Each warp has all
+    rows.
+    """
+    ALL: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     wide = units(decay)[:, None] + gl.zeros([64, SCALES], gl.int64, ALL)
     high, rest = words(gl.associative_scan(wide, 0, added))
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ALL))
     first = gl.min(gl.where(not_finite(decay, b), rows, 64), 0)
     which = gl.arange(0, SCALES, layout=gl.SliceLayout(0, ALL))[None, :]
     found = gl.where(which == 2, b[:, None], decay[:, None])
     found = gl.where(which == 0, high, gl.where(which == 1, rest, found))
-    store_vectors(found, scales)
-    return high, rest, b, first
+    store_vectors(found, sums)
+    return high, rest, first
 
 
 @gluon.jit
@@ -161,7 +169,7 @@ def make_tiles(
     rows, gates, place, low, head, key_head, tiles, scale,
     K: gl.constexpr, V: gl.constexpr,
     GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
-    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr, CACHED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
     """Rows of q, k and v of a chunk, T, P and its scales, all to shared memory."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -169,27 +177,18 @@ def make_tiles(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ALL: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
-    (
-        q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
-    ) = rows  # fmt: skip
+    q, k, v, q_token, q_head, k_token, k_head, v_token, v_head = rows
     q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales, q_reads = tiles
-    row, start, end, held, stands, slot = place
+    row, start, end = place
     dtype: gl.constexpr = k.dtype.element_ty
-    gather(
-        k_tile, k, k_token, k_head, key_head, tail_k, tail_k_slot, tail_k_head, tail_rows, place,
-        low, 0, K, K, WIDE_LINES, CACHED,
-    )  # fmt: skip
-    gather(q_tile, q, q_token, q_head, key_head, q, 0, 0, 1, place, low, 0, K, K, WIDE_LINES, False)
+    asked = ask_gates(gates, place, low, head, GATE, HAS_G, HAS_BETA, HAS_BIAS)
+    gather(k_tile, k, k_token, k_head, key_head, place, low, 0, K, WIDE_LINES)
+    gather(q_tile, q, q_token, q_head, key_head, place, low, 0, K, WIDE_LINES)
     for half in gl.static_range(2):
-        gather(
-            halves.index(half), v, v_token, v_head, head, tail_v, tail_v_slot, tail_v_head,
-            tail_rows, place, low, half * 64, 64, V, LINES, CACHED,
-        )  # fmt: skip
+        gather(halves.index(half), v, v_token, v_head, head, place, low, half * 64, 64, LINES)
     async_copy.commit_group()
-    high, rest, b, first_spoiled = read_gates(
-        gates, place, low, head, sums, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, CACHED
-    )
+    decay, b = read_gates(asked, gates[4], place, low, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS)
+    high, rest, first_spoiled = add_gates(decay, b, sums)
     async_copy.wait_group(0)
     # What scales rows of q, which are read as they are.
     reads = gl.full([64], scale, gl.float32, gl.SliceLayout(1, WIDE_LINES))
@@ -224,11 +223,8 @@ def make_tiles(
     last_high = gl.sum(gl.where((all_rows == 63)[:, None], high, 0.0), 0)
     last_rest = gl.sum(gl.where((all_rows == 63)[:, None], rest, 0.0), 0)
     outside = gl.exp2((last_high[None, :] - high) + (last_rest[None, :] - rest))
-    begins = start
-    if CACHED:
-        begins = gl.where(held, stands, start)
     upper = gl.minimum(clean_row, end - low)
-    takes_part = gl.where((all_rows >= begins - low) & (all_rows < upper), 1.0, 0.0)
+    takes_part = gl.where((all_rows >= start - low) & (all_rows < upper), 1.0, 0.0)
     found = gl.where(which == 2, outside, takes_part[:, None])
     found = gl.where(which == 0, inside, gl.where(which == 1, b[:, None], found))
     store_vectors(found, scales)
@@ -237,47 +233,3 @@ def make_tiles(
     T_tile.store(inverse.to(dtype))
     fence_async_shared()
     thread_barrier()
-
-
-@gluon.jit
-def keep_rows(
-    rows, gates, place, low, head, key_head, tiles, write,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-):  # fmt: skip
-    """A chunk's rows of the call are rows of the tail of slot `write`."""
-    WIDE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    (
-        q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
-    ) = rows  # fmt: skip
-    (
-        g, beta, a_log, dt_bias, tail_decay, tail_beta, lower_bound,
-        g_token, g_head, beta_token, beta_head,
-        tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-    ) = gates  # fmt: skip
-    q_tile, k_tile, halves, T_tile, P_tile, zeros, sums, scales, q_reads = tiles
-    row, start, end, held, stands, slot = place
-    if head % (HV // H) == 0:
-        at = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_LINES))
-        ring = ring_of(low, at, tail_rows)
-        columns = gl.arange(0, K, layout=gl.SliceLayout(0, WIDE_LINES))[None, :]
-        new = ((low + at >= start) & (low + at < end))[:, None]
-        kept = tail_k + write * tail_k_slot + key_head * tail_k_head
-        gl.store(kept + ring[:, None] * K + columns, k_tile.load(WIDE_LINES), mask=new)
-    at = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    ring = ring_of(low, at, tail_rows)
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))[None, :]
-    new = ((low + at >= start) & (low + at < end))[:, None]
-    kept = tail_v + write * tail_v_slot + head * tail_v_head
-    for half in gl.static_range(2):
-        columns_of_half = kept + ring[:, None] * V + half * 64 + columns
-        gl.store(columns_of_half, halves.index(half).load(LINES), mask=new)
-    at = gl.arange(0, 64, layout=ROWS)
-    ring = ring_of(low, at, tail_rows)
-    new = (low + at >= start) & (low + at < end)
-    kept = tail_decay + write * tail_decay_slot + head * tail_decay_head
-    gl.store(kept + ring, sums.index(3).load(ROWS), mask=new)
-    kept = tail_beta + write * tail_beta_slot + head * tail_beta_head
-    gl.store(kept + ring, sums.index(2).load(ROWS), mask=new)

@@ -18,10 +18,15 @@ from headstart.ops.gated_delta_rule.hopper.call import (
 )
 from headstart.ops.gated_delta_rule.hopper.channel_prepare import prepare_channels_kernel
 from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_kernel
+from headstart.ops.gated_delta_rule.hopper.decode import decode_kernel
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.ops.gated_delta_rule.hopper.short import short_kernel
-from headstart.ops.gated_delta_rule.hopper.short_call import REGISTERS
+from headstart.ops.gated_delta_rule.hopper.short_call import (
+    CACHED_REGISTERS,
+    QUARTER,
+    REGISTERS,
+)
 from headstart.runtime.static import StaticKernel, Target
 
 PREPARE = {"q_rows": 128, "k_rows": 128, "T": 64, "P": 64}
@@ -50,6 +55,7 @@ FLOATS = {"g", "beta", "a_log", "dt_bias", "k_norms", "q_reads", "from_start", "
 INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
             "tail_end"}  # fmt: skip
+SNAPSHOTS = ("HAS_SNAPSHOTS", "HAS_SNAPSHOT_SLOTS", "SNAPSHOTS_CACHED", "snap_k", "snap_v")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ODD = {"first_item", "together", "first_piece", "items_there", "pieces_there", "tail_rows"}
 
@@ -79,13 +85,17 @@ def kernels(target: Target) -> list[StaticKernel]:
             "GATE": "raw" if cached else "log", "BETA": "logit" if cached else "value",
             "HAS_G": True, "HAS_BETA": True, "HAS_BIAS": cached, "NORMALISE": cached,
         }  # fmt: skip
-        for several, halves in ((False, 2), (True, 2)) if cached else ((False, 2), (False, 1)):
-            own = sizes | states | gates | {
-                "CACHED": cached, "SEVERAL": several, "HALVES": halves,
-            }  # fmt: skip
-            name = f"short_hopper-K128-V128-{'several-' if several else ''}{halves}-{suffix}"
+        for halves in () if cached else (2, 1):
+            own = sizes | states | gates | {"SEVERAL": False, "HALVES": halves}
+            name = f"short_hopper-K128-V128-{halves}-{suffix}"
             options = {"maxnreg": REGISTERS, "enable_fp_fusion": False}
             found.append(_kernel(name, short_kernel, {}, own, kind, dtype, options))
+        for rows, registers in CACHED_REGISTERS.items() if cached else ():
+            kept = {switch: states[switch] for switch in SNAPSHOTS}
+            own = sizes | gates | kept | {"ROWS": rows, "REGISTERS": registers}
+            name = f"decode_hopper-K128-V128-{rows}-{suffix}"
+            options = {"maxnreg": registers, "enable_fp_fusion": False}
+            found.append(_kernel(name, decode_kernel, {}, own, kind, dtype, options))
         channels, registers = CHANNEL_FORM
         shift, reach = REACHES[DTYPES[kind]]
         own = gates | {
@@ -140,6 +150,9 @@ def _kernel(
             block = [64, described[argument]]
             layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
             signature[argument] = f"tensordesc<{kind}{block},{layout!r}>"
+        elif argument == "states":
+            layout = gl.NVMMASharedLayout.get_default_for(QUARTER, gl.float32)
+            signature[argument] = f"tensordesc<fp32{QUARTER},{layout!r}>"
         elif argument in ROWS:
             signature[argument] = f"*{kind}"
         elif argument in FLOATS:
