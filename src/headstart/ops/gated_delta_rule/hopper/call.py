@@ -10,13 +10,20 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.hopper import short_call
 from headstart.ops.gated_delta_rule.hopper.channel_prepare import prepare_channels_kernel
 from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_kernel
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
+from headstart.ops.gated_delta_rule.hopper.tails import keep_keys_kernel
 from headstart.ops.gated_delta_rule.passes.config import heads_together
-from headstart.ops.gated_delta_rule.passes.launch import Given, launch
+from headstart.ops.gated_delta_rule.passes.launch import (
+    Given,
+    launch,
+    state_arguments,
+    step_arguments,
+)
 from headstart.ops.gated_delta_rule.passes.scratch import Plan, aligned_rows
 from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.ops.gated_delta_rule.spec import GatedDelta, GatedDeltaCall
@@ -24,7 +31,7 @@ from headstart.ops.gated_delta_rule.steps import sequence_steps
 from headstart.ops.gated_delta_rule.stores import Stores
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import Implementation
-from headstart.runtime.launcher import processors, start, target_of
+from headstart.runtime.launcher import current, processors, start, target_of
 
 SIZES = (128, 128)
 """The one (K, V) that the scan is written for."""
@@ -109,10 +116,20 @@ def run(call: GatedDeltaCall) -> GatedDelta:
     if plan.facts.sequences:
         o = stores.o if aligned_rows(stores.o) else _packed(stores.o)
         launch(call, replace(stores, o=o), plan, _scan, _prepare)
+        if isinstance(call.state, CacheSlots) and not call.per_channel:
+            _keep_keys(call, stores, plan)
         if o is not stores.o:
             tokens = call.schedule.T
             stores.o[:tokens].copy_(o[:tokens])
     return stores.result
+
+
+def _keep_keys(call: GatedDeltaCall, stores: Stores, plan: Plan) -> None:
+    given = step_arguments(call, stores.o) | state_arguments(call, stores)
+    grid = (given["H"], plan.facts.sequences)
+    with current(call.device):
+        own = given | {"sequences": plan.table.sequences}
+        start(keep_keys_kernel, grid, own, num_warps=4, enable_fp_fusion=False)
 
 
 def _packed(o: torch.Tensor) -> torch.Tensor:

@@ -89,20 +89,17 @@ def send_rows(
 
 @gluon.jit
 def keep_tail(
-    k, v, k_norms, log_decays, strengths, position, tail_end,
-    tail_k, tail_v, tail_decay, tail_beta, n, head, key_head, block, write,
+    v, log_decays, strengths, position, tail_end,
+    tail_v, tail_decay, tail_beta, n, head, block, write,
     row, start, end, first, begins, last, first_low, first_item, fold, closes,
-    k_token, k_head, v_token, v_head,
-    position_slot, tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+    v_token, v_head, position_slot, tail_v_slot, tail_v_head,
     tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-    NORMALISE: gl.constexpr,
+    HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
 ):  # fmt: skip
-    """Rows past the state are the tail; it lies in the last two chunks."""
+    """Rows past the state are the tail; it lies in the last two chunks. Keys: see `tails.py`."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     in_block = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))
-    channels = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
     for back in gl.static_range(2):
         item = last - 2 + back
         low = first_low + (item - first) * 64
@@ -121,14 +118,6 @@ def keep_tail(
             kept_v = tail_v + write * tail_v_slot + head * tail_v_head
             gl.store(kept_v + ring[:, None] * V + in_block[None, :], values, mask=there)
             if block == 0:
-                if head % (HV // H) == 0:
-                    keys = k + source[:, None] * k_token + key_head * k_head
-                    keys = gl.load(keys + channels[None, :], mask=there, other=0.0)
-                    if NORMALISE:
-                        norms = gl.load(k_norms + tile * 64 + rows)
-                        keys = (keys.to(gl.float32) * norms[:, None]).to(keys.dtype)
-                    kept_k = tail_k + write * tail_k_slot + key_head * tail_k_head
-                    gl.store(kept_k + ring[:, None] * K + channels[None, :], keys, mask=there)
                 decays = tail_decay + write * tail_decay_slot + head * tail_decay_head
                 gl.store(decays + ring, gl.load(log_decays + tile * 64 + rows), mask=new)
                 betas = tail_beta + write * tail_beta_slot + head * tail_beta_head

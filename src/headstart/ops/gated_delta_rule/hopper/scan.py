@@ -21,6 +21,7 @@ normalised by scales what they read.
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -68,14 +69,14 @@ def chain(
     if group >= GROUPS:
         return
     (
-        k, v, o, o_rows, k_norms, log_decays, strengths, base, carry, sequences, items, pieces,
+        v, o, o_rows, log_decays, strengths, base, carry, sequences, items, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
         snapshot_position,
-        snapshot_end, position, tail_end, tail_k, tail_v, tail_decay, tail_beta, q_ring, k_ring,
+        snapshot_end, position, tail_end, tail_v, tail_decay, tail_beta, q_ring, k_ring,
         v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, at_piece, head, first_block,
-        first_item, scale, k_token, k_head, v_token, v_head, o_token, o_head,
+        first_item, scale, v_token, v_head, o_token, o_head,
         old_n, old_h, new_n, new_h, snap_n, snap_h, snap_position, position_slot,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+        tail_v_slot, tail_v_head,
         tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     ) = given  # fmt: skip
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -87,7 +88,6 @@ def chain(
     dtype: gl.constexpr = k_ring.dtype
     block = first_block + group
     o_tile = o_tiles.index(group)
-    key_head = head // (HV // H)
     n, first, begins, last, first_low, before, after_all, stands = piece_of(
         pieces, at_piece, sequences, base, head, HV, CACHED
     )
@@ -96,8 +96,9 @@ def chain(
     end = start + gl.load(sequences + n * 8 + 2)
     fold = gl.load(sequences + n * 8 + 6)
     opening = gl.load(sequences + n * 8 + 7)
-    ck = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
-    cv = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
+    # In 64 bits, whose sums the compiler takes apart: one address, and constants in instructions.
+    ck = gl.arange(0, K, layout=gl.SliceLayout(0, STATE)).to(gl.int64)
+    cv = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE)).to(gl.int64)
 
     # The state that the first chunk of this piece meets, and where tail rows begin.
     tail_begins = start
@@ -146,7 +147,7 @@ def chain(
     if HAS_SNAPSHOTS and not MAPS:
         following = gl.load(items + begins * 3 + 2, mask=begins < last, other=-1)
     ob = gl.zeros((BV, 64), dtype, ROW)
-    for item in range(begins, last):
+    for item in tl.range(begins, last, disable_licm=True):
         turn = item - begins
         stage = turn % STAGES
         low = first_low + (item - first) * 64
@@ -257,14 +258,12 @@ def chain(
     if CACHED:
         if write >= 0:
             keep_tail(
-                k, v, k_norms, log_decays, strengths, position, tail_end,
-                tail_k, tail_v, tail_decay, tail_beta, n, head, key_head, block, write,
+                v, log_decays, strengths, position, tail_end,
+                tail_v, tail_decay, tail_beta, n, head, block, write,
                 row, start, end, first, begins, last, first_low, first_item, fold,
-                after_all == CLOSES,
-                k_token, k_head, v_token, v_head,
-                position_slot, tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+                after_all == CLOSES, v_token, v_head, position_slot, tail_v_slot, tail_v_head,
                 tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
-                H, HV, K, V, BV, NORMALISE,
+                HV, V, BV,
             )  # fmt: skip
 
 
@@ -354,14 +353,14 @@ def scan_kernel(
     fence_async_shared()
     thread_barrier()
     given = (
-        k, v, o, o_rows, k_norms, log_decays, strengths, base, carry, sequences, items, pieces,
+        v, o, o_rows, log_decays, strengths, base, carry, sequences, items, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
         snapshot_position,
-        snapshot_end, position, tail_end, tail_k, tail_v, tail_decay, tail_beta, q_ring, k_ring,
+        snapshot_end, position, tail_end, tail_v, tail_decay, tail_beta, q_ring, k_ring,
         v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, at_piece, head, block,
-        first_item, scale, k_token, k_head, v_token, v_head, o_token, o_head,
+        first_item, scale, v_token, v_head, o_token, o_head,
         old_n, old_h, new_n, new_h, snap_n, snap_h, snap_position, position_slot,
-        tail_k_slot, tail_k_head, tail_v_slot, tail_v_head,
+        tail_v_slot, tail_v_head,
         tail_decay_slot, tail_decay_head, tail_beta_slot, tail_beta_head, tail_rows,
     )  # fmt: skip
     copied = (

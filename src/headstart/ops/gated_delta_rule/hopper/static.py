@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from headstart.ops.gated_delta_rule.hopper.short_call import (
     QUARTER,
     REGISTERS,
 )
+from headstart.ops.gated_delta_rule.hopper.tails import keep_keys_kernel
 from headstart.runtime.static import StaticKernel, Target
 
 PREPARE = {"q_rows": 128, "k_rows": 128, "T": 64, "P": 64}
@@ -75,6 +77,11 @@ def kernels(target: Target) -> list[StaticKernel]:
         name = f"prepare_hopper-K128-V128-{suffix}"
         options = {"maxnreg": PREPARE_REGISTERS, "enable_fp_fusion": False}
         found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
+        if cached:
+            own, options = {"K": 128, "NORMALISE": True}, {"enable_fp_fusion": False}
+            name = f"keep_keys_hopper-K128-{kind}"
+            keys = _kernel(name, keep_keys_kernel, {}, own, kind, dtype, options)
+            found.append(replace(keys, has_product=False))
         states = {
             "HAS_STATE": True, "HAS_READ": cached, "HAS_PRESENT": False,
             "HAS_NEW": not cached, "HAS_WRITE": cached, "HAS_SNAPSHOTS": cached,

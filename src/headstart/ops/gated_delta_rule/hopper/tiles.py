@@ -11,6 +11,7 @@ that are not finite are found.
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -104,7 +105,7 @@ def copy_tiles(
     key_head = head // (HV // H)
     BYTES: gl.constexpr = 64 * (K + 64 + GROUPS * BV + (0 if MAPS else K + 64)) * 2
     until = begins
-    for item in range(begins, last):
+    for item in tl.range(begins, last, disable_licm=True):
         turn = item - begins
         stage = turn % STAGES
         low = first_low + (item - first) * 64
@@ -216,7 +217,7 @@ def finish_tiles(
         slot = gl.maximum(slot, 0)
     keys = tail_k + slot * tail_k_slot + head // (HV // H) * tail_k_head
     values = tail_v + slot * tail_v_slot + head * tail_v_head
-    for item in range(begins, last):
+    for item in tl.range(begins, last, disable_licm=True):
         turn = item - begins
         stage = turn % STAGES
         low = first_low + (item - first) * 64
