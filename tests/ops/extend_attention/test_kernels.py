@@ -1,5 +1,7 @@
 """What is particular to the kernels: small tiles and blocks, pieces, scratch, tables in place."""
 
+from unittest import mock
+
 import pytest
 import torch
 from tests.implementations import DEVICE, KERNELS
@@ -20,10 +22,9 @@ CONFIGS = [(64, 32, 64), (128, 64, 128), (16, 16, 32)]
 """Rows and keys of a tile, and keys of a piece or block: small, so that few keys cross borders."""
 
 
-def run(config, arguments, **options):
-    """One call in a configuration of one's own."""
-    from headstart.ops.extend_attention.triton.call import declines
-    from headstart.ops.extend_attention.triton.call import run as launch
+def run(config, arguments, at_once=None, **options):
+    """One call in a configuration of one's own; at_once: programs that the device holds."""
+    from headstart.ops.extend_attention.triton import call as kernels
     from headstart.ops.extend_attention.triton.config import Config
 
     BM, BN, piece = config
@@ -35,9 +36,14 @@ def run(config, arguments, **options):
 
     def call(**given):
         bound = spec.bind(**given)
-        if sentence := declines(bound):
+        if sentence := kernels.declines(bound):
             pytest.skip(sentence)
-        return launch(bound, Config(BM, BN, 1, 4, piece, resident=3))
+        own = Config(BM, BN, 1, 4, piece, resident=at_once or 3)
+        with (
+            mock.patch.object(kernels, "configured", return_value=own),
+            mock.patch.object(kernels, "processors", return_value=1),
+        ):
+            return kernels.run(bound)
 
     return call(**given) if DEVICE == "cpu" else on_device(torch.device(DEVICE), call, **given)
 
@@ -50,6 +56,22 @@ def test_values_over_the_borders_of_tiles_and_blocks(config, reproducible, optio
     sinks = None if options else torch.linspace(-2, 2, 6)
     found = run(config, batch.arguments(), reproducible=reproducible, sinks=sinks, **options)
     expect_close(found, expected(batch, sinks=sinks, **options))
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": False}], ids=str)
+def test_cutting_the_last_tiles_changes_no_value_and_no_promised_bit(reproducible, options):
+    config, rows = CONFIGS[0], 8
+    batch = draw([20, 3], [70, 90], 2 * rows, 2, 16, 24, seed=4)
+    sinks = torch.linspace(-2, 2, 2 * rows)
+    # Three tiles of two blocks of heads: full rounds, and less than half a round.
+    full, half = (
+        run(config, batch.arguments(), at_once, reproducible=reproducible, sinks=sinks, **options)
+        for at_once in (2, 14)
+    )
+    expect_close(half, expected(batch, sinks=sinks, **options))
+    for whole, cut in zip(full, half, strict=True):
+        assert torch.equal(whole, cut) == reproducible
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -11,16 +11,21 @@ from headstart.ops.extend_attention.tile_table import Cut, tile_table
 drawn = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), min_size=1, max_size=6)
 
 
-def cut_of(tokens=8, piece=128, part="all", joined=False, absolute=False):
-    return Cut(part, joined, tokens, piece, absolute)
+def cut_of(tokens=8, piece=128, part="all", joined=False, absolute=False, at_once=0):
+    return Cut(part, joined, tokens, piece, absolute, at_once)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sequences=drawn, tokens=st.sampled_from([1, 5, 8, 64]), piece=st.sampled_from([0, 64, 256]))
-def test_every_new_row_is_in_one_tile_or_one_row_of_pieces(sequences, tokens, piece):
+@given(
+    sequences=drawn,
+    tokens=st.sampled_from([1, 5, 8, 64]),
+    piece=st.sampled_from([0, 64, 256]),
+    at_once=st.sampled_from([0, 1, 4, 9, 50]),
+)
+def test_every_new_row_is_in_one_tile_or_one_row_of_pieces(sequences, tokens, piece, at_once):
     lengths, prefix = [s[0] for s in sequences], [s[1] for s in sequences]
     plan = ExtendPlan.from_lengths(lengths, prefix, device="cpu")
-    table = tile_table(plan, cut_of(tokens, piece))
+    table = tile_table(plan, cut_of(tokens, piece, at_once=at_once))
     seen = torch.zeros(plan.T, dtype=torch.int64)
     pieces = {}
     for n, first, part, scratch in table.tiles.tolist():
@@ -28,16 +33,16 @@ def test_every_new_row_is_in_one_tile_or_one_row_of_pieces(sequences, tokens, pi
         if part < 0:
             seen[plan.offsets[n] + rows.start : plan.offsets[n] + rows.stop] += 1
         else:
-            pieces.setdefault(n, []).append((part, scratch))
+            pieces.setdefault((n, first), []).append((part, scratch))
     used = []
     for row, scratch, count, step in table.joins.tolist():
         seen[row] += 1
         used += [scratch + i * step for i in range(count)]
     assert bool((seen == 1).all())
     assert sorted(used) == list(range(table.scratch_rows))
-    for n, found in pieces.items():
+    for (n, _), found in pieces.items():
         assert [part for part, _ in found] == list(range(-(-prefix[n] // piece)))
-        assert lengths[n] <= tokens
+        assert lengths[n] <= tokens or at_once
 
 
 def test_tiles_with_more_keys_come_first():
@@ -45,6 +50,19 @@ def test_tiles_with_more_keys_come_first():
     tiles = tile_table(plan, cut_of(64, 0)).tiles.tolist()
     keys = [plan.prefix[n] + first for n, first, _, _ in tiles]
     assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize(("at_once", "last"), [(0, 0), (4, 2), (9, 1), (5, 0), (6, 0), (20, 10)])
+def test_the_last_tiles_are_cut_where_they_fill_at_most_half_a_round(at_once, last):
+    plan = ExtendPlan.from_lengths([80], [300], device="cpu")
+    table = tile_table(plan, cut_of(8, 128, at_once=at_once))
+    whole = [[0, first, -1, 0] for first in reversed(range(8 * last, 80, 8))]
+    firsts = list(reversed(range(0, 8 * last, 8)))
+    cut = [[0, first, p, 24 * i + 8 * p] for i, first in enumerate(firsts) for p in range(3)]
+    assert table.tiles.tolist() == whole + cut
+    assert table.scratch_rows == 24 * last
+    joins = [[first + t, 24 * i + t, 3, 8] for i, first in enumerate(firsts) for t in range(8)]
+    assert table.joins.tolist() == joins
 
 
 def test_no_tile_stands_for_rows_that_do_not_exist():

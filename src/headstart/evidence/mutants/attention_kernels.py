@@ -111,8 +111,8 @@ MUTANTS = (
         fault="Pages are read in the order of memory.",
         pitfall=38,
         file=KEYS,
-        old="        found = tl.load(places + where + o_key // PAGE, mask=m_key, other=0)",
-        new="        found = tl.where(m_key, o_key // PAGE, 0)",
+        old="read_table(places + where + o_key.to(tl.uint32) // PAGE, m_key)",
+        new="(o_key // PAGE) if m_key is None else tl.where(m_key, o_key // PAGE, 0)",
         checks=("attention pages",),
     ),
     _mutant(
@@ -120,8 +120,8 @@ MUTANTS = (
         fault="Slots of a sequence are looked up at the start of the list.",
         pitfall=37,
         file=KEYS,
-        old="        found = tl.load(places + where + o_key, mask",
-        new="        found = tl.load(places + o_key, mask",
+        old="read_table(places + where + o_key, m_key)",
+        new="read_table(places + o_key, m_key)",
         checks=("attention slots",),
     ),
     _mutant(

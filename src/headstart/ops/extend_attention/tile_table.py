@@ -2,9 +2,11 @@
 
 Every table is a pure function of host facts and is kept by the plan, so a call copies nothing from
 the device, and `update_` refreshes what a captured graph reads. The tiles are listed, heavy ones
-first, so that no block of a launch stands for rows that do not exist. A tile that is the only one
-of its sequence may be cut into pieces of `piece` keys each, which programs of their own reduce and
-a second launch joins: short rows on long prefixes (decoding) then fill the device.
+first, so that no block of a launch stands for rows that do not exist. A tile may be cut into pieces
+of `piece` keys each, which programs of their own reduce and a second launch joins. That is done
+with a tile that is the only one of its sequence: short rows on long prefixes (decoding) then fill
+the device. And with the last tiles, where they fill at most half of it: the others took full
+rounds, and the last round would last as long as one of them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +46,7 @@ class Cut:
     tokens: int
     piece: int
     absolute: bool
+    at_once: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +91,7 @@ def scratch_rows(plan: ExtendPlan, cut: Cut) -> int:
     if not cut.piece:
         return 0
     if plan.capacity is None:
-        return sum(plan.lengths[n] * len(_pieces(plan, cut, n)) for n in range(plan.N))
+        return sum(tile.rows * len(tile.pieces) for tile in _cut_tiles(plan, cut))
     return cut.tokens * _most_pieces(plan, cut)
 
 
@@ -129,27 +133,68 @@ def _place(plan: ExtendPlan, n: int) -> int:
     return slots.indptr[n] if isinstance(slots, Listed) else n * slots.table.stride(0)
 
 
-def _tile_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
+class _CutTile(NamedTuple):
+    """A tile that is cut: its sequence, first row and rows, and its pieces."""
+
+    n: int
+    first: int
+    rows: int
+    pieces: range
+
+
+def _cut_tiles(plan: ExtendPlan, cut: Cut) -> list[_CutTile]:
+    """The tiles that are cut: those alone in their sequence, then the last of the others."""
+    lengths = plan.lengths
+    alone = [
+        _CutTile(n, 0, lengths[n], found) for n in range(plan.N) if (found := _alone(plan, cut, n))
+    ]
+    if not cut.at_once or not cut.piece or plan.capacity is not None:
+        return alone
+    cut_alone = {tile.n for tile in alone}
+    count = sum(-(-lengths[n] // cut.tokens) for n in range(plan.N) if n not in cut_alone)
+    behind = count % cut.at_once
+    if not 0 < 2 * behind <= cut.at_once:
+        return alone
+    last = _whole_tiles(plan, cut)[count - behind :].tolist()
+    return alone + [
+        _CutTile(n, first, min(cut.tokens, lengths[n] - first), found)
+        for n, first in last
+        if (found := _pieces(plan, cut, n))
+    ]
+
+
+def _whole_tiles(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
+    """Sequence and first row of every tile but those cut as alone in theirs, heavy ones first."""
     lengths = torch.tensor(plan.lengths, dtype=torch.int64)
     counts = (lengths + cut.tokens - 1) // cut.tokens
-    pieces = [_pieces(plan, cut, n) for n in range(plan.N)]
-    whole = counts * torch.tensor([not found for found in pieces], dtype=torch.int64)
-    n = torch.repeat_interleave(torch.arange(plan.N), whole)
-    before = torch.repeat_interleave(whole.cumsum(0) - whole, whole)
+    whole = [not _alone(plan, cut, n) for n in range(plan.N)]
+    counts = counts * torch.tensor(whole, dtype=torch.int64)
+    n = torch.repeat_interleave(torch.arange(plan.N), counts)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     first = (torch.arange(len(n)) - before) * cut.tokens
     keys = torch.tensor(plan.prefix, dtype=torch.int64)[n] + first
     order = keys.argsort(descending=True, stable=True)
-    whole_tiles = torch.stack(
-        [n[order], first[order], torch.full_like(n, -1), torch.zeros_like(n)], dim=1
-    )
-    cut_tiles, row = [], 0
-    for sequence, found in enumerate(pieces):
-        for piece in found:
-            cut_tiles.append([sequence, 0, piece, row])
-            row += plan.lengths[sequence]
-    cut_table = torch.tensor(cut_tiles, dtype=torch.int64).view(-1, TILE_COLUMNS)
-    # The pieces first: what joins them waits for the launch, and they are as heavy as any tile.
-    found = torch.cat([cut_table, whole_tiles]).to(torch.int32)
+    return torch.stack([n[order], first[order]], dim=1)
+
+
+def _tile_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
+    # Pieces of lone tiles first: they are as heavy as any tile. Those of the last tiles come last.
+    whole, pieces = _whole_tiles(plan, cut), _cut_tiles(plan, cut)
+    lone = [tile for tile in pieces if _alone(plan, cut, tile.n)]
+    last = pieces[len(lone) :]
+    if last:
+        gone = {(tile.n, tile.first) for tile in last}
+        whole = whole[[i for i, (n, first) in enumerate(whole.tolist()) if (n, first) not in gone]]
+    listed, row = [], 0
+    for tile in pieces:
+        for piece in tile.pieces:
+            listed.append([tile.n, tile.first, piece, row])
+            row += tile.rows
+    ends = sum(len(tile.pieces) for tile in lone)
+    cut_table = torch.tensor(listed, dtype=torch.int64).view(-1, TILE_COLUMNS)
+    uncut = torch.full((len(whole), 1), -1), torch.zeros(len(whole), 1, dtype=torch.int64)
+    whole_table = torch.cat([whole, *uncut], dim=1)
+    found = torch.cat([cut_table[:ends], whole_table, cut_table[ends:]]).to(torch.int32)
     most = 0
     if plan.capacity is not None:
         most = plan.capacity[1] // cut.tokens + plan.capacity[0] + _most_pieces(plan, cut)
@@ -158,11 +203,11 @@ def _tile_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
 
 def _join_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
     rows, scratch = [], 0
-    for n, length in enumerate(plan.lengths):
-        pieces = len(_pieces(plan, cut, n))
-        if pieces:
-            rows += [[plan.offsets[n] + t, scratch + t, pieces, length] for t in range(length)]
-        scratch += pieces * length
+    for tile in _cut_tiles(plan, cut):
+        row = plan.offsets[tile.n] + tile.first
+        pieces = len(tile.pieces)
+        rows += [[row + t, scratch + t, pieces, tile.rows] for t in range(tile.rows)]
+        scratch += pieces * tile.rows
     found = torch.tensor(rows, dtype=torch.int32).view(-1, JOIN_COLUMNS)
     most = 0
     if plan.capacity is not None and cut.piece:
@@ -170,10 +215,15 @@ def _join_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
     return _filled(found, most, -1)
 
 
+def _alone(plan: ExtendPlan, cut: Cut, n: int) -> range:
+    """The pieces of sequence n's one tile; empty where it has more or the tile is not cut."""
+    return _pieces(plan, cut, n) if 0 < plan.lengths[n] <= cut.tokens else range(0)
+
+
 def _pieces(plan: ExtendPlan, cut: Cut, n: int) -> range:
-    """The pieces of sequence n's one tile; empty where the tile is not cut."""
+    """The pieces of a tile of sequence n; empty where they would be fewer than two."""
     length, keys = plan.lengths[n], plan.prefix[n]
-    if not cut.piece or not 0 < length <= cut.tokens or cut.part == "extend":
+    if not cut.piece or cut.part == "extend":
         return range(0)
     continues = _continues(plan, n)
     if cut.part == "all" and continues and (cut.absolute or cut.joined):

@@ -29,6 +29,7 @@ from headstart.ops.extend_attention.triton.config import (
     Config,
     configuration,
     converts_e4m3,
+    late,
     packing,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
@@ -70,6 +71,7 @@ def declines(call: ExtendCall) -> str | None:
 
 def cut_of(call: ExtendCall, config: Config) -> Cut:
     """How the call's plan is laid out in tables."""
+    at_once = programs_at_once(call, config) // blocks_of_heads(call, config)
     return Cut(
         part=call.part,
         joined=call.part == "all" and call.plan.new_in_cache and call.custom_mask is None,
@@ -77,7 +79,14 @@ def cut_of(call: ExtendCall, config: Config) -> Cut:
         # Under a window a row sees few keys, however long its prefix is.
         piece=0 if call.window is not None else config.piece,
         absolute=call.reproducible,
+        at_once=0 if call.window is not None else at_once,
     )
+
+
+def blocks_of_heads(call: ExtendCall, config: Config) -> int:
+    """Programs that take the heads of a tile."""
+    heads, _ = packing(call.HQ, call.HK, config.BM)
+    return call.HK * -(-(call.HQ // call.HK) // heads)
 
 
 def configured(call: ExtendCall) -> Config:
@@ -129,7 +138,7 @@ def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
 
 
 def programs_at_once(call: ExtendCall, config: Config) -> int:
-    """Programs of the reproducible kernel without a window."""
+    """Programs without a window that a device holds; the reproducible kernel starts no more."""
     there = MULTIPROCESSORS if call.device.type == "meta" else processors(call.device)
     return there * config.resident
 
@@ -202,7 +211,7 @@ def arguments(
     scratch = take(workspace, layout(call, config, table.scratch_rows))
     # With a capacity the rows of no sequence begin where only the device knows.
     rest = -(-(q.shape[0] - (plan.T if plan.capacity is None else 0)) // tokens)
-    blocks = call.HK * -(-group // heads)
+    blocks = blocks_of_heads(call, config)
     given: dict[str, Any] = {
         "q": q, "o": o, "lse": lse,
         "sinks": None if call.sinks is None else call.sinks.contiguous(),
@@ -226,6 +235,10 @@ def arguments(
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
         "PRECISION": precision(q.dtype, target_of(call.device).backend),
+        "LATE": late(
+            call.D, call.DV, q.dtype,
+            windowed=call.window is not None, target=target_of(call.device).name,
+        ),
     }  # fmt: skip
     mask = call.custom_mask
     given["custom_mask"] = None if mask is None else mask.contiguous().view(torch.uint8)

@@ -17,8 +17,8 @@ class Config:
     piece: keys of a piece of a tile that is cut, a multiple of BN. In the reproducible kernel it is
     also the block of absolute positions in which all keys are reduced.
     registers: most that a thread may take on NVIDIA, so that more programs fit; 0: any number.
-    resident: programs of a multiprocessor, where they stay for tile after tile, as in the
-    reproducible kernel without a window.
+    resident: programs of a multiprocessor without a window; in the reproducible kernel they stay
+    there for tile after tile.
     """
 
     BM: int
@@ -37,8 +37,8 @@ class Config:
 # 64; all others follow from registers and shared memory alone: they were compiled, not run.
 FULL = {
     "hopper": {
-        64: Config(64, 128, 2, 4, registers=168),
-        128: Config(64, 64, 3, 4),
+        64: Config(64, 128, 2, 4, registers=168, resident=3),
+        128: Config(64, 64, 3, 4, resident=2),
         256: Config(128, 64, 2, 8),
         512: Config(64, 32, 2, 8),
     },
@@ -155,6 +155,20 @@ def configuration(
     if masked and not reproducible:
         return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
     return found
+
+
+def late(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -> bool:
+    """Whether values are absorbed a turn late (`sweep_late`): where products run beside the rest.
+
+    Not where rows are narrow: three programs on a multiprocessor do as much for each other, and
+    were 4 % faster. Under a window loops are short. Tiles that a page table names are read late in
+    any case: that is how they are on their way in time.
+
+    >>> late(128, 128, torch.bfloat16, windowed=False, target="cuda:90")
+    True
+    """
+    wide = max(padded(D), padded(DV)) > 64
+    return wide and kind_of(target) == "hopper" and dtype != torch.float32 and not windowed
 
 
 def kind_of(target: str) -> str:

@@ -23,7 +23,13 @@ from headstart.ops.extend_attention.triton.rows import (
     tile_of,
 )
 from headstart.ops.extend_attention.triton.softmax import NOTHING
-from headstart.ops.extend_attention.triton.sweep import clear, sweep, sweep_pairs, visible
+from headstart.ops.extend_attention.triton.sweep import (
+    clear,
+    sweep,
+    sweep_late,
+    sweep_pairs,
+    visible,
+)
 
 
 @triton.jit
@@ -32,7 +38,7 @@ def run_of_tiles(
     FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Absorb what the rows at positions `queries` see of one run, within the tiles `limits`."""
     start, count = run
@@ -58,6 +64,11 @@ def run_of_tiles(
         acc, m, l = sweep_pairs(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), span, lists[0], store[5], tiles, numbers,
             PAGE, causal, WINDOWED, MASKED, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    elif DESCRIBED and (LATE or FOUND == "pages") and not (WINDOWED or MASKED or LISTED):
+        acc, m, l = sweep_late(  # noqa: E741
+            acc, m, l, b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
+            FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
         )  # fmt: skip
     else:
         acc, m, l = sweep(  # noqa: E741
@@ -97,14 +108,15 @@ def extend_kernel(
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr, LISTED: tl.constexpr,
     SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile and block of heads.
 
     FOUND: how cached keys are found, "" where there are none; PAGE and page_rows: as for `look_up`
     and `find`. NEW: where new keys are: "packed", "cached" or "". MASK: what a custom mask covers:
     "", "new" or "all". SCALES: whether the cache is float8. WIDE: whether cached keys meet float32
-    queries.
+    queries. LATE: whether values are absorbed a turn late where tiles are read through
+    descriptors.
     """
     i = tl.program_id(0)
     n, row, length, first, piece, scratch = tile_of(i // HEADS, sequences, tiles, listed, total, BT)
@@ -154,7 +166,7 @@ def extend_kernel(
             (old_k, old_v, k_strides, v_strides, page_rows, where, 0), (places, positions, entry),
             (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
             old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
         )  # fmt: skip
         if SCALES and NEW != "cached":
             acc = acc * b_v_scale
@@ -169,7 +181,7 @@ def extend_kernel(
                 (places, positions, where),
                 (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
                 CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
             )  # fmt: skip
             if SCALES:
                 acc = acc * b_v_scale
@@ -183,7 +195,7 @@ def extend_kernel(
                 (row, positions, row),
                 (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
                 (window, inner, factor), "run", 1, DESCRIBED, CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
             )  # fmt: skip
     keep(
         acc, m, l, o, lse, sinks, part_acc, part_m, part_l, (o_row, o_t, o_h, m_row),

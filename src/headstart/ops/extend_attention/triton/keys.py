@@ -14,17 +14,24 @@ import triton.language as tl
 
 
 @triton.jit
+def read_table(p_entry, m_key):
+    """Entries [BN] of a table, 0 where there is no key."""
+    return tl.load(p_entry) if m_key is None else tl.load(p_entry, mask=m_key, other=0)
+
+
+@triton.jit
 def look_up(places, where, o_key, m_key, FOUND: tl.constexpr, PAGE: tl.constexpr):
     """What the table of a sequence says of keys [BN]: the page or slot of each; 0 without a table.
 
-    FOUND: "run", key j lies in slot where + j; "list", in slot places[where + j]; "pages", in page
-    places[where + j // PAGE], of PAGE rows.
+    m_key: which of them are keys; None: all. FOUND: "run", key j lies in slot where + j; "list", in
+    slot places[where + j]; "pages", in page places[where + j // PAGE], of PAGE rows.
     """
     found = o_key * 0
     if FOUND == "pages":
-        found = tl.load(places + where + o_key // PAGE, mask=m_key, other=0)
+        # Without a sign a division by a power of two is one shift.
+        found = read_table(places + where + o_key.to(tl.uint32) // PAGE, m_key)
     elif FOUND == "list":
-        found = tl.load(places + where + o_key, mask=m_key, other=0)
+        found = read_table(places + where + o_key, m_key)
     return found
 
 
@@ -35,9 +42,9 @@ def find(found, where, o_key, page_rows, FOUND: tl.constexpr, PAGE: tl.constexpr
     PAGE of slots: 1, or 0 for pages of page_rows rows, which no program is compiled for: a cache
     that grows has other pages each time.
     """
-    page, row = found.to(tl.int64), o_key * 0
+    page, row = found, o_key * 0
     if FOUND == "pages":
-        row = o_key % PAGE
+        row = (o_key.to(tl.uint32) % PAGE).to(tl.int32)
     elif FOUND == "run":
         page = where + o_key
         if PAGE == 0:
@@ -45,28 +52,62 @@ def find(found, where, o_key, page_rows, FOUND: tl.constexpr, PAGE: tl.constexpr
             page = where // page_rows + row // page_rows
             row = row % page_rows
     elif PAGE == 0:
-        page, row = (found // page_rows).to(tl.int64), found % page_rows
+        page, row = found // page_rows, found % page_rows
     return page, row
+
+
+@triton.jit
+def widened(x):
+    """A number that is not negative in 64 bits; where it had 32, the upper half is known to be 0.
+
+    The product of two such takes one multiplication; with signs it takes four.
+    """
+    found = x
+    if isinstance(x, tl.tensor):
+        if x.dtype == tl.int32:
+            found = x.to(tl.uint32)
+        found = found.to(tl.int64)
+    return found
 
 
 @triton.jit
 def offsets(page, row, strides, PAGE: tl.constexpr):
     """Offsets [BN] of keys in a tensor; strides: of a page, of a row, of a channel."""
-    found = page * strides[0]
+    found = widened(page) * widened(strides[0])
     if PAGE != 1:
-        found += row.to(tl.int64) * strides[1]
+        found += widened(row) * widened(strides[1])
     return found
 
 
 @triton.jit
 def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr):
-    """A tile [BN, BD] of the rows that begin at p_row [BN]; channel: stride, or one a row."""
+    """A tile [BN, BD] of the rows that begin at p_row [BN]; channel: stride, or one a row.
+
+    m_key: which rows are read; None: all.
+    """
     o_d = tl.arange(0, BD)
     pointers = p_row[:, None] + o_d[None, :] * channel
-    mask = m_key[:, None]
     if SIZE < BD:
-        mask = mask & (o_d < SIZE)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+        mask = (o_d < SIZE)[None, :]
+        if m_key is not None:
+            mask = mask & m_key[:, None]
+        b_x = tl.load(pointers, mask=mask, other=0.0)
+    elif m_key is not None:
+        b_x = tl.load(pointers, mask=m_key[:, None], other=0.0)
+    else:
+        b_x = tl.load(pointers)
+    return b_x
+
+
+@triton.jit
+def row_of_tile(places, where, number, FOUND: tl.constexpr, PAGE: tl.constexpr):
+    """Row of a tensor at which a tile lies whole, by the number of its first key in a sequence."""
+    if FOUND == "pages":
+        page = tl.load(places + where + number // PAGE).to(tl.int32)
+        row = page * PAGE + number % PAGE
+    else:
+        row = (where + number).to(tl.int32)
+    return row
 
 
 @triton.jit

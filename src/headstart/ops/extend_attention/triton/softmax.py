@@ -37,8 +37,8 @@ def column(x):
 
 
 @triton.jit
-def absorb(acc, m, l, b_s, b_v, factor, PRECISION: tl.constexpr):  # noqa: E741
-    """One tile of scores [BM, BN] and values [BN, BDV] into acc [BM, BDV], m and l [BM].
+def weigh(m, l, b_s, factor):  # noqa: E741
+    """One tile of scores [BM, BN]: its weights, what earlier sums shrink by [BM], and m and l.
 
     factor: a number, or one a row [BM].
     """
@@ -46,25 +46,31 @@ def absorb(acc, m, l, b_s, b_v, factor, PRECISION: tl.constexpr):  # noqa: E741
     m_safe = finite(m_new)
     b_p = tl.math.exp2(tl.fma(b_s, column(factor), -m_safe[:, None]))  # [BM, BN]
     decay = tl.math.exp2(m - m_safe)
-    l_new = tl.fma(l, decay, tl.sum(b_p, 1))
-    acc = acc * decay[:, None]
-    acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
-    return acc, m_new, l_new
+    return b_p, decay, m_new, tl.fma(l, decay, tl.sum(b_p, 1))
 
 
 @triton.jit
-def absorb_two(acc, m, l, b_s, b_v, factor, PRECISION: tl.constexpr):  # noqa: E741
-    """Two tiles side by side as one: pairs of scores and of values; factor: a number."""
-    m_new = tl.maximum(m, tl.maximum(tl.max(b_s[0], 1), tl.max(b_s[1], 1)) * factor)
+def weigh_two(m, l, b_s, b_s_next, factor):  # noqa: E741
+    """Two tiles side by side as one; factor: a number."""
+    m_new = tl.maximum(m, tl.maximum(tl.max(b_s, 1), tl.max(b_s_next, 1)) * factor)
     m_safe = finite(m_new)
-    b_p = tl.math.exp2(tl.fma(b_s[0], factor, -m_safe[:, None]))
-    b_p_next = tl.math.exp2(tl.fma(b_s[1], factor, -m_safe[:, None]))
+    b_p = tl.math.exp2(tl.fma(b_s, factor, -m_safe[:, None]))
+    b_p_next = tl.math.exp2(tl.fma(b_s_next, factor, -m_safe[:, None]))
     decay = tl.math.exp2(m - m_safe)
-    l_new = tl.fma(l, decay, tl.sum(b_p, 1) + tl.sum(b_p_next, 1))
-    acc = acc * decay[:, None]
-    acc = tl.dot(b_p.to(b_v[0].dtype), b_v[0], acc, input_precision=PRECISION)
-    acc = tl.dot(b_p_next.to(b_v[1].dtype), b_v[1], acc, input_precision=PRECISION)
-    return acc, m_new, l_new
+    return b_p, b_p_next, decay, m_new, tl.fma(l, decay, tl.sum(b_p, 1) + tl.sum(b_p_next, 1))
+
+
+@triton.jit
+def add_values(acc, decay, b_p, b_v, PRECISION: tl.constexpr):
+    """Sums [BM, BDV], shrunk by decay [BM], and the values [BN, BDV] by their weights [BM, BN]."""
+    return tl.dot(b_p.to(b_v.dtype), b_v, acc * decay[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def absorb(acc, m, l, b_s, b_v, factor, PRECISION: tl.constexpr):  # noqa: E741
+    """One tile of scores and values into acc, m and l."""
+    b_p, decay, m, l = weigh(m, l, b_s, factor)  # noqa: E741
+    return add_values(acc, decay, b_p, b_v, PRECISION), m, l
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from headstart.ops.extend_attention.triton.config import (
     configuration,
     converts_e4m3,
     kind_of,
+    late,
     packing,
 )
 from headstart.ops.extend_attention.triton.extend import extend_kernel
@@ -104,6 +105,10 @@ def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> 
         "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
         "FORM": "plain", "PRECISION": precision(shape.dtype, target.backend),
+        "LATE": late(
+            shape.D, shape.DV, shape.dtype,
+            windowed=switches.get("WINDOWED", False), target=target.name,
+        ),
     } | switches  # fmt: skip
 
 

@@ -9,12 +9,28 @@ takes no mask; the others are the border.
 # Kernels are written in Triton's language, which reads other types than Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false, reportUnboundVariable=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
-from headstart.ops.extend_attention.triton.keys import find, look_up, offsets, operand, read
-from headstart.ops.extend_attention.triton.softmax import NOTHING, absorb, absorb_two, column, tanh
+from headstart.ops.extend_attention.triton.keys import (
+    find,
+    look_up,
+    offsets,
+    operand,
+    read,
+    row_of_tile,
+)
+from headstart.ops.extend_attention.triton.softmax import (
+    NOTHING,
+    absorb,
+    add_values,
+    column,
+    tanh,
+    weigh,
+    weigh_two,
+)
 
 
 @triton.jit
@@ -154,7 +170,7 @@ def sweep(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Absorb tiles of one run of keys, from left to right.
+    """Absorb tiles of one run of keys, from left to right, each before the next.
 
     DESCRIBED: whether they are read through descriptors; then every row of them must be a key of
     the run. rows: (position, pointer into a custom mask, whether to read it). run: (start, count,
@@ -169,21 +185,23 @@ def sweep(
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
     dtype: tl.constexpr = b_q.dtype
-    for tile in tl.range(begin, end, num_stages=STAGES):
+    # Copies that wait for an entry of a table take a stage more each, where loops are long enough.
+    deep: tl.constexpr = FOUND != "run" and STAGES > 2 and not WINDOWED
+    for tile in tl.range(begin, end, num_stages=2 * STAGES - 1 if deep else STAGES):
         low = tile * BN - origin
         o_key = low + tl.arange(0, BN)
         m_key = o_key < count
         if DESCRIBED:
-            if FOUND == "pages":
-                page = tl.load(places + where + (number + low) // PAGE).to(tl.int32)
-                row = page * PAGE + (number + low) % PAGE
-            else:
-                row = (where + number + low).to(tl.int32)
+            row = row_of_tile(places, where, number + low, FOUND, PAGE)
             b_k = k_tiles.load([row, k_column])
         else:
-            found = look_up(places, where, number + o_key, m_key, FOUND, PAGE)
-            page, row = find(found, where, number + o_key, page_rows, FOUND, PAGE)
-            b_k = read(k + offsets(page, row, k_strides, PAGE), m_key, k_strides[2], D, BD)
+            o_number, m_read = number + o_key, m_key
+            if FOUND != "run" and PAGE == 1:
+                # The entry of the last key stands for those behind it: that costs less than masks.
+                o_number, m_read = tl.minimum(o_number, number + count - 1), None
+            found = look_up(places, where, o_number, m_read, FOUND, PAGE)
+            page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
+            b_k = read(k + offsets(page, row, k_strides, PAGE), m_read, k_strides[2], D, BD)
         b_s = score(b_q, operand(b_k, dtype), inner, FORM, PRECISION)
         if LISTED:
             o_position = tl.load(positions + entry + o_key, mask=m_key, other=0)
@@ -195,8 +213,51 @@ def sweep(
         if DESCRIBED:
             b_v = v_tiles.load([row, v_column])
         else:
-            b_v = read(v + offsets(page, row, v_strides, PAGE), m_key, v_strides[2], DV, BDV)
+            b_v = read(v + offsets(page, row, v_strides, PAGE), m_read, v_strides[2], DV, BDV)
         acc, m, l = absorb(acc, m, l, b_s, operand(b_v, dtype), factor, PRECISION)  # noqa: E741
+    return acc, m, l
+
+
+@triton.jit
+def sweep_late(
+    acc, m, l, b_q, rows, run, span, store, places, tiles, numbers,  # noqa: E741
+    FOUND: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same through descriptors, with the same bits, the values of a tile a turn later.
+
+    Their product runs beside the weights of the next tile, which need no result of it: one warp
+    group keeps the matrix units busy. In the first turn, before there are weights, the values are
+    rows in front of the tensor, which a descriptor reads as zeros. Weights are carried in float32:
+    rounded ones would be registers that are written while a product reads them, and the compiler
+    would wait for it.
+    """
+    start, count, origin = run
+    begin, end, clear_begin, clear_end = span
+    where, number = store[5], store[6]
+    k_tiles, v_tiles, k_column, v_column = tiles
+    window, inner, factor = numbers
+    dtype: tl.constexpr = b_q.dtype
+    if begin < end:
+        b_p = tl.zeros((b_q.shape[0], BN), tl.float32)
+        decay = tl.full((b_q.shape[0],), 1.0, tl.float32)
+        row = tl.full((), -BN, tl.int32)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            low = tile * BN - origin
+            v_row = row
+            row = row_of_tile(places, where, number + low, FOUND, PAGE)
+            b_k, b_v = k_tiles.load([row, k_column]), v_tiles.load([v_row, v_column])
+            b_w = b_p.to(dtype)
+            b_s = score(b_q, b_k, inner, FORM, PRECISION)
+            acc = add_values(acc, decay, b_w, b_v, PRECISION)
+            if (tile < clear_begin) | (tile >= clear_end):
+                b_s = hide(
+                    b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype,
+                    PRECISION,
+                )  # fmt: skip
+            b_p, decay, m, l = weigh(m, l, b_s, factor)  # noqa: E741
+        acc = add_values(acc, decay, b_p, v_tiles.load([row, v_column]), PRECISION)
     return acc, m, l
 
 
@@ -206,31 +267,43 @@ def sweep_pairs(
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Absorb tiles of two whole pages each, read through descriptors; arguments as for `sweep`."""
+    """As `sweep_late` for tiles of two whole pages each, read through descriptors."""
     start, count, _ = run
     begin, end, clear_begin, clear_end = span
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        low = tile * (2 * PAGE)
-        p_page = places + where + 2 * tile
-        row = tl.load(p_page).to(tl.int32) * PAGE
-        next_row = tl.load(p_page + 1).to(tl.int32) * PAGE
-        b_s = score(b_q, k_tiles.load([row, k_column]), inner, FORM, PRECISION)
-        b_s_next = score(b_q, k_tiles.load([next_row, k_column]), inner, FORM, PRECISION)
-        if (tile < clear_begin) | (tile >= clear_end):
-            b_s = hide(
-                b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED,
-                b_q.dtype, PRECISION,
-            )  # fmt: skip
-            b_s_next = hide(
-                b_s_next, rows, low + PAGE, (start, count), window, CAUSAL, WINDOWED, MASKED,
-                b_q.dtype, PRECISION,
-            )  # fmt: skip
-        b_v, b_v_next = v_tiles.load([row, v_column]), v_tiles.load([next_row, v_column])
-        acc, m, l = absorb_two(  # noqa: E741
-            acc, m, l, (b_s, b_s_next), (b_v, b_v_next), factor, PRECISION
-        )
+    dtype: tl.constexpr = b_q.dtype
+    if begin < end:
+        b_p = tl.zeros((b_q.shape[0], PAGE), tl.float32)
+        b_p_next = b_p
+        decay = tl.full((b_q.shape[0],), 1.0, tl.float32)
+        row = tl.full((), -PAGE, tl.int32)
+        row_next = row
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            low = tile * (2 * PAGE)
+            b_v, b_v_next = v_tiles.load([row, v_column]), v_tiles.load([row_next, v_column])
+            p_page = places + where + 2 * tile
+            row = tl.load(p_page).to(tl.int32) * PAGE
+            row_next = tl.load(p_page + 1).to(tl.int32) * PAGE
+            b_k, b_k_next = k_tiles.load([row, k_column]), k_tiles.load([row_next, k_column])
+            b_w, b_w_next = b_p.to(dtype), b_p_next.to(dtype)
+            b_s = score(b_q, b_k, inner, FORM, PRECISION)
+            b_s_next = score(b_q, b_k_next, inner, FORM, PRECISION)
+            acc = add_values(acc, decay, b_w, b_v, PRECISION)
+            acc = tl.dot(b_w_next, b_v_next, acc, input_precision=PRECISION)
+            if (tile < clear_begin) | (tile >= clear_end):
+                b_s = hide(
+                    b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype,
+                    PRECISION,
+                )  # fmt: skip
+                b_s_next = hide(
+                    b_s_next, rows, low + PAGE, (start, count), window, CAUSAL, WINDOWED, MASKED,
+                    dtype, PRECISION,
+                )  # fmt: skip
+            b_p, b_p_next, decay, m, l = weigh_two(m, l, b_s, b_s_next, factor)  # noqa: E741
+        acc = add_values(acc, decay, b_p, v_tiles.load([row, v_column]), PRECISION)
+        b_v_next = v_tiles.load([row_next, v_column])
+        acc = tl.dot(b_p_next.to(dtype), b_v_next, acc, input_precision=PRECISION)
     return acc, m, l
 
 

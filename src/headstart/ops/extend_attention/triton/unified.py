@@ -27,7 +27,13 @@ from headstart.ops.extend_attention.triton.rows import (
     tile_of,
 )
 from headstart.ops.extend_attention.triton.softmax import NOTHING, join
-from headstart.ops.extend_attention.triton.sweep import clear, sweep, sweep_both, visible
+from headstart.ops.extend_attention.triton.sweep import (
+    clear,
+    sweep,
+    sweep_both,
+    sweep_late,
+    visible,
+)
 
 
 @triton.jit
@@ -53,13 +59,36 @@ def span_of(
 
 
 @triton.jit
+def sweep_whole(
+    acc, m, l, b_q, rows, run, span, store, places, tiles, numbers,  # noqa: E741
+    FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """Absorb tiles that lie whole in one run of keys, in either way: both give the same bits."""
+    if DESCRIBED and (LATE or FOUND == "pages") and not (WINDOWED or MASKED):
+        acc, m, l = sweep_late(  # noqa: E741
+            acc, m, l, b_q, rows, run, span, store, places, tiles, numbers, FOUND, PAGE,
+            CAUSAL, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        acc, m, l = sweep(  # noqa: E741
+            acc, m, l, b_q, rows, run, span, store, (places, places, places), tiles, numbers,
+            FOUND, PAGE, DESCRIBED, CAUSAL, WINDOWED, MASKED, False,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    return acc, m, l
+
+
+@triton.jit
 def reduce(
     acc, m, l, b_q, limits, old_side, new_side, new_column, numbers,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Absorb tiles [begin, end) = `limits`, from left to right.
 
@@ -86,22 +115,22 @@ def reduce(
         )  # fmt: skip
         if FOUND != "":  # noqa: SIM102
             if side == 0:
-                acc, m, l = sweep(  # noqa: E741
+                acc, m, l = sweep_whole(  # noqa: E741
                     acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
                     (old_begin, old_end, old_clear[0], old_clear[1]),
-                    (old[0], old[1], old[2], old[3], old[4], old[5], 0), (places, places, old[5]),
+                    (old[0], old[1], old[2], old[3], old[4], old[5], 0), places,
                     old_tiles, numbers, FOUND, PAGE, CACHE_DESCRIBED,
-                    CAUSAL and MASK != "all", WINDOWED, MASK == "all", False,
-                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                    CAUSAL and MASK != "all", WINDOWED, MASK == "all",
+                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
                 )  # fmt: skip
         if NEW == "packed":  # noqa: SIM102
             if side == 1:
-                acc, m, l = sweep(  # noqa: E741
+                acc, m, l = sweep_whole(  # noqa: E741
                     acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
                     (new_begin, new_end, new_clear[0], new_clear[1]),
-                    (new[0], new[1], new[2], new[3], 1, row, 0), (row, row, row), new_tiles,
+                    (new[0], new[1], new[2], new[3], 1, row, 0), row, new_tiles,
                     numbers, "run", 1, DESCRIBED, CAUSAL and MASK == "", WINDOWED, MASK != "",
-                    False, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
                 )  # fmt: skip
     return acc, m, l
 
@@ -125,7 +154,7 @@ def unified_kernel(
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One tile and block of heads after another, `work` over all programs; one under a window.
 
@@ -219,6 +248,7 @@ def unified_kernel(
                     acc, m, l, b_q, (lower // BN, tl.cdiv(upper, BN)), old_side, new_side,
                     new_column, numbers, FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED,
                     CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                    LATE,
                 )  # fmt: skip
                 if SCALED:
                     acc = acc * b_v_scale
@@ -237,6 +267,7 @@ def unified_kernel(
                         tl.zeros((BM,), tl.float32), b_q, (begin, end), old_side, new_side,
                         new_column, numbers, FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED,
                         CAUSAL, WINDOWED, MASK, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+                        LATE,
                     )  # fmt: skip
                     if SCALED:
                         acc = acc * b_v_scale
