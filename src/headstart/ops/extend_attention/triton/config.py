@@ -79,7 +79,7 @@ WINDOWED = {
     "rdna": {},
 }
 """Under a window, where it differs."""
-SCATTERED: dict[str, dict[int, Config]] = {"hopper": {64: Config(64, 32, 2, 4)}}
+SCATTERED: dict[str, dict[int, Config]] = {"hopper": {64: Config(64, 32, 2, 4, registers=96)}}
 """Under a window where cached keys are copied row by row, where it differs in stages or registers
 from WINDOWED: tiles are the same, and so are the bits."""
 REPRODUCIBLE = {
