@@ -56,9 +56,7 @@ def fixed_fields(key: Key, target: str) -> set[str]:
     """
     found = set() if target.startswith("cuda") else {"registers"}
     if key.windowed:
-        found |= {"piece", "resident"}  # rows are not cut, and programs do not stay
-    if key.kernel == "extend":
-        found |= {"resident"}
+        found |= {"piece", "resident"}  # rows are not cut, however many programs there are
     return found
 
 
