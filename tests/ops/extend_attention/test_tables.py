@@ -65,6 +65,15 @@ def test_the_last_tiles_are_cut_where_they_fill_at_most_half_a_round(at_once, la
     assert table.joins.tolist() == joins
 
 
+def test_the_last_tiles_stay_whole_where_their_pieces_would_take_much_scratch():
+    cut = cut_of(8, 128, at_once=20)
+    rows = [
+        tile_table(ExtendPlan.from_lengths([80], [n * 128], device="cpu"), cut).scratch_rows
+        for n in (51, 52)
+    ]
+    assert rows == [51 * 80, 0]
+
+
 def test_no_tile_stands_for_rows_that_do_not_exist():
     plan = ExtendPlan.from_lengths([1] * 200 + [1000], device="cpu")
     assert len(tile_table(plan, cut_of(64, 0)).tiles) == 200 + 16

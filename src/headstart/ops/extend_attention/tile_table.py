@@ -31,6 +31,9 @@ JOIN_COLUMNS = 4
 """packed row (-1: none), row of the scratch of its first piece, pieces, rows from one to the next.
 """
 
+LAST_ROWS = 4096
+"""Rows of scratch up to which the last tiles are cut: 64 MiB for 64 heads of 64 channels."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -155,12 +158,12 @@ def _cut_tiles(plan: ExtendPlan, cut: Cut) -> list[_CutTile]:
     behind = count % cut.at_once
     if not 0 < 2 * behind <= cut.at_once:
         return alone
-    last = _whole_tiles(plan, cut)[count - behind :].tolist()
-    return alone + [
+    last = [
         _CutTile(n, first, min(cut.tokens, lengths[n] - first), found)
-        for n, first in last
+        for n, first in _whole_tiles(plan, cut)[count - behind :].tolist()
         if (found := _pieces(plan, cut, n))
     ]
+    return alone + last if sum(len(t.pieces) * t.rows for t in last) <= LAST_ROWS else alone
 
 
 def _whole_tiles(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
