@@ -30,8 +30,8 @@ MUTANTS = (
         name="hopper-carry-scaled",
         fault="The state is scaled by 0.99 from span to span.",
         file=SCAN,
-        old="        store_state(S, kept, ck, cv, V, 1)",
-        new="        store_state(S * 0.99, kept, ck, cv, V, 1)",
+        old="        store_state(S, kept, first_column, V, 1)",
+        new="        store_state(S * 0.99, kept, first_column, V, 1)",
         checks=("rule many spans of 128",),
     ),
     _mutant(

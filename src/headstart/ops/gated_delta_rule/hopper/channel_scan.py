@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from headstart.ops.gated_delta_rule import cutting
 from headstart.ops.gated_delta_rule.hopper.gluon import copy_in, thread_barrier
-from headstart.ops.gated_delta_rule.hopper.results import send_rows, store_state
+from headstart.ops.gated_delta_rule.hopper.results import load_state, send_rows, store_state
 from headstart.ops.gated_delta_rule.hopper.tiles import OPENS, odd_words, own_rows, piece_of
 
 VARYING = ["first_item", "first_piece"]
@@ -120,8 +120,7 @@ def chain(
     end = start + gl.load(sequences + n * 8 + 2)
     fold = gl.load(sequences + n * 8 + 6)
     opening = gl.load(sequences + n * 8 + 7)
-    ck = gl.arange(0, K, layout=CHANNEL)
-    cv = block * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
+    first_column = block * BV
 
     # The state that the first chunk of this piece meets.
     S = gl.zeros((BV, K), gl.float32, STATE)
@@ -136,8 +135,7 @@ def chain(
             there = there & (start > 0) & (stands > 0)
         if HAS_STATE:
             found = old_state + gl.maximum(slot, 0) * old_n + head * old_h
-            found = found + ck[None, :] * old_k + cv[:, None] * old_v
-            S = gl.load(found, mask=there, other=0.0).to(gl.float32)
+            S = load_state(found, first_column, old_k, old_v, there, S)
         if HAS_SNAPSHOTS and not MAPS:
             if (opening >= 0) & (stands == start // 64 * 64):
                 target = opening.to(gl.int64)
@@ -145,16 +143,17 @@ def chain(
                     target = gl.load(snapshot_slots + opening).to(gl.int64)
                 if target >= 0:
                     kept = snapshots + target * snap_n + head * snap_h
-                    store_state(S, kept, ck, cv, snap_k, snap_v)
+                    store_state(S, kept, first_column, snap_k, snap_v)
                     if SNAPSHOTS_CACHED:
                         if block == 0:
                             gl.store(snapshot_position + target * snap_position + head, stands)
                             gl.store(snapshot_end + target * snap_position + head, stands)
     elif before >= 0:
         carried = carry + (before * HV + head).to(gl.int64) * (K * V)
-        carried = carried + ck[None, :] * V + cv[:, None]
-        S = gl.load(carried).to(gl.float32)
+        S = load_state(carried, first_column, V, 1, True, S)
     elif before == IDENTITY:
+        ck = gl.arange(0, K, layout=CHANNEL)
+        cv = first_column + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         S = gl.where(ck[None, :] == cv[:, None], 1.0, 0.0)
 
     write = n.to(gl.int64)
@@ -231,7 +230,7 @@ def chain(
                     target = gl.load(snapshot_slots + after).to(gl.int64)
                 if target >= 0:
                     kept = snapshots + target * snap_n + head * snap_h
-                    store_state(S, kept, ck, cv, snap_k, snap_v)
+                    store_state(S, kept, first_column, snap_k, snap_v)
                     if SNAPSHOTS_CACHED:
                         if block == 0:
                             gl.store(snapshot_position + target * snap_position + head, low + 64)
@@ -240,7 +239,7 @@ def chain(
             if low + 64 == fold:
                 if write >= 0:
                     kept = new_state + write * new_n + head * new_h
-                    store_state(S, kept, ck, cv, new_k, new_v)
+                    store_state(S, kept, first_column, new_k, new_v)
     if not MAPS:
         if last > begins:
             low = first_low + (last - 1 - first) * 64
@@ -250,10 +249,10 @@ def chain(
             )  # fmt: skip
     if after_all >= 0:
         kept = carry + (after_all * HV + head).to(gl.int64) * (K * V)
-        store_state(S, kept, ck, cv, V, 1)
+        store_state(S, kept, first_column, V, 1)
     elif HAS_NEW and not MAPS:
         if (after_all == CLOSES) & (write >= 0):
-            store_state(S, new_state + write * new_n + head * new_h, ck, cv, new_k, new_v)
+            store_state(S, new_state + write * new_n + head * new_h, first_column, new_k, new_v)
     tma.store_wait(0)
     if CACHED:
         if write >= 0:

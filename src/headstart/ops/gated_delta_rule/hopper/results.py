@@ -13,15 +13,53 @@ from headstart.ops.gated_delta_rule.hopper.gluon import copy_out, reinterpret, t
 
 
 @gluon.jit
-def store_state(S, tensor, k, v, sk, sv):
-    """Store S [BV, K] at `tensor`, rounded to its dtype."""
-    gl.store(tensor + k[None, :] * sk + v[:, None] * sv, S.to(tensor.dtype.element_ty))
-
-
-@gluon.jit
 def halved(x):
     """The halves of the columns of x."""
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def beside(x, y):
+    """[x, y] of two tensors with as many columns."""
+    return gl.join(x, y).permute((0, 2, 1)).reshape([x.shape[0], 2 * x.shape[1]])
+
+
+@gluon.jit
+def load_state(tensor, first_column, sk, sv, there, S):
+    """A state like S [BV, K] from `tensor`; zeros unless it is `there`.
+
+    By quarters, whose addresses are a constant apart. An address for each of a thread's 64 numbers
+    takes as many registers, and where these were short ptxas of CUDA 12.8 made some of them wrong.
+    """
+    BV: gl.constexpr = S.shape[0]
+    K: gl.constexpr = S.shape[1]
+    half, _half = halved(S)
+    quarter, _quarter = halved(half)
+    PART: gl.constexpr = quarter.type.layout
+    k = gl.arange(0, K // 4, layout=gl.SliceLayout(0, PART))
+    v = first_column + gl.arange(0, BV, layout=gl.SliceLayout(1, PART))
+    part = tensor + k[None, :] * sk + v[:, None] * sv
+    a = gl.load(part, mask=there, other=0.0).to(gl.float32)
+    b = gl.load(part + K // 4 * sk, mask=there, other=0.0).to(gl.float32)
+    c = gl.load(part + K // 2 * sk, mask=there, other=0.0).to(gl.float32)
+    d = gl.load(part + 3 * K // 4 * sk, mask=there, other=0.0).to(gl.float32)
+    return gl.convert_layout(beside(beside(a, b), beside(c, d)), S.type.layout)
+
+
+@gluon.jit
+def store_state(S, tensor, first_column, sk, sv):
+    """Store S [BV, K] at `tensor`, rounded to its dtype: by quarters, as `load_state`."""
+    K: gl.constexpr = S.shape[1]
+    left, right = halved(S.to(tensor.dtype.element_ty))
+    a, b = halved(left)
+    c, d = halved(right)
+    k = gl.arange(0, K // 4, layout=gl.SliceLayout(0, a.type.layout))
+    v = first_column + gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, a.type.layout))
+    part = tensor + k[None, :] * sk + v[:, None] * sv
+    gl.store(part, a)
+    gl.store(part + K // 4 * sk, b)
+    gl.store(part + K // 2 * sk, c)
+    gl.store(part + 3 * K // 4 * sk, d)
 
 
 @gluon.jit
