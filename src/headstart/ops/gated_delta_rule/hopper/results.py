@@ -4,6 +4,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportFunctionMemberAccess=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
