@@ -52,7 +52,9 @@ def test_tiles_with_more_keys_come_first():
     assert keys == sorted(keys, reverse=True)
 
 
-@pytest.mark.parametrize(("at_once", "last"), [(0, 0), (4, 2), (9, 1), (5, 0), (6, 0), (20, 10)])
+@pytest.mark.parametrize(
+    ("at_once", "last"), [(0, 0), (4, 2), (9, 1), (5, 0), (6, 0), (20, 10), (1, 0)]
+)
 def test_the_last_tiles_are_cut_where_they_fill_at_most_half_a_round(at_once, last):
     plan = ExtendPlan.from_lengths([80], [300], device="cpu")
     table = tile_table(plan, cut_of(8, 128, at_once=at_once))
@@ -63,6 +65,18 @@ def test_the_last_tiles_are_cut_where_they_fill_at_most_half_a_round(at_once, la
     assert table.scratch_rows == 24 * last
     joins = [[first + t, 24 * i + t, 3, 8] for i, first in enumerate(firsts) for t in range(8)]
     assert table.joins.tolist() == joins
+
+
+def test_the_last_tiles_stay_whole_behind_many_rounds():
+    found = [
+        len(
+            tile_table(
+                ExtendPlan.from_lengths([n * 8], [300], device="cpu"), cut_of(at_once=4)
+            ).joins
+        )
+        for n in (29, 33)
+    ]
+    assert found == [8, 0]
 
 
 def test_the_last_tiles_stay_whole_where_their_pieces_would_take_much_scratch():

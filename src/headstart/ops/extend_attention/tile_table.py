@@ -31,6 +31,8 @@ JOIN_COLUMNS = 4
 """packed row (-1: none), row of the scratch of its first piece, pieces, rows from one to the next.
 """
 
+ROUNDS = 8
+"""Full rounds from which the last one is left as it is: it is a small part of a launch."""
 LAST_ROWS = 4096
 """Rows of scratch up to which the last tiles are cut: 64 MiB for 64 heads of 64 channels."""
 
@@ -155,8 +157,8 @@ def _cut_tiles(plan: ExtendPlan, cut: Cut) -> list[_CutTile]:
         return alone
     cut_alone = {tile.n for tile in alone}
     count = sum(-(-lengths[n] // cut.tokens) for n in range(plan.N) if n not in cut_alone)
-    behind = count % cut.at_once
-    if not 0 < 2 * behind <= cut.at_once:
+    rounds, behind = divmod(count, cut.at_once)
+    if rounds >= ROUNDS or not 0 < 2 * behind <= cut.at_once:
         return alone
     last = [
         _CutTile(n, first, min(cut.tokens, lengths[n] - first), found)
