@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,6 +180,12 @@ class Loud(Program):
         raise RuntimeError("PassManager::run failed")
 
 
+class Slow(Program):
+    def compile(self):
+        Path(os.environ["SLOW"]).write_text(str(os.getpid()))
+        time.sleep(60)
+
+
 class Grouped(Program):
     def compile(self):
         raise RuntimeError(f"group {os.getpgid(0)}")
@@ -206,6 +214,26 @@ def test_what_triton_writes_about_a_failure_is_not_shown(tmp_path, capfd):
     (built,) = build(Bundle(tmp_path), [kind_of(Loud, *rehearsed().values())], 1)
     assert built.error == "RuntimeError: PassManager::run failed"
     assert capfd.readouterr() == ("", "")
+
+
+def test_compilers_end_with_who_started_them(tmp_path, monkeypatch):
+    told = tmp_path / "pid"
+    monkeypatch.setenv("SLOW", str(told))
+    slow = kind_of(Slow, *rehearsed().values())
+    start = multiprocessing.get_context("fork").Process
+    builder = start(target=_exits_well, args=(Bundle(tmp_path / "made"), [slow]))
+    builder.start()
+    while not (told.exists() and told.read_text()):
+        time.sleep(0.05)
+    worker = int(told.read_text())
+    builder.kill()
+    builder.join()
+    until = time.monotonic() + 20
+    while time.monotonic() < until and Path(f"/proc/{worker}/cmdline").exists():
+        if not Path(f"/proc/{worker}/cmdline").read_bytes():  # ended, and not yet fetched
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < until
 
 
 def test_an_interrupt_at_a_terminal_is_not_the_compilers(tmp_path):

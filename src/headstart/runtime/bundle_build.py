@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ class Built(NamedTuple):
     error: str
 
 
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent ends."""
 Progress = Callable[[int, int, str], None]
 """Called with (done, all, the program done last)."""
 
@@ -88,6 +91,8 @@ def _begin(bundle: Bundle, programs: Sequence[Program], pythons: Sequence[Python
     # The parent ends the pool. What a terminal interrupts is a group of processes: out of it, or
     # compilers that are cut short tell stories of thousands of lines.
     os.setpgid(0, 0)
+    # A process of a pool waits for its next program whether its parent lives or not.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _work = bundle, programs, pythons
 
