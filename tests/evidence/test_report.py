@@ -497,3 +497,21 @@ def test_mistakes_give_one_line(tmp_path):
         assert result.stdout == ""
         assert words in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda result: result | {"chosen": {"other": 1}},
+        lambda result: result | {"points": [result["points"][0] | {"point": " "}]},
+        lambda result: result | {"points": [result["points"][0] | {"fastest": {}}]},
+    ],
+    ids=["other fields", "no point", "no configuration"],
+)
+def test_a_record_of_tuning_that_does_not_fit_together_is_one_line(tmp_path, change):
+    path = made.write(tmp_path, "t", "tune", made.tuned())
+    data = json.loads(path.read_text())
+    data["results"][0] = change(data["results"][0])
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"t\.json.*results"):
+        report.read_runs([path])

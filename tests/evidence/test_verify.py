@@ -282,6 +282,15 @@ def run(*arguments):
     return CliRunner().invoke(command, ["verify", *arguments], prog_name="headstart")
 
 
+def test_what_is_left_out_for_one_reason_is_one_line():
+    done = run("gdn-1x128-small", "gdn-residual-512-small", "--implementation", "all")
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if "it runs on NVIDIA Hopper alone" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("gdn-1x128-small and 1 more")
+    assert "4 passed, 0 failed, 4 declined" in done.output
+
+
 def test_commands_of_the_document_are_commands():
     document = (Path(__file__).parents[2] / "docs/verify.md").read_text()
     lines = re.findall(r"^\$ headstart (.*)$", document, re.M)

@@ -247,11 +247,19 @@ def _print(found: list[Verification], by_output: bool) -> None:
             ],
         )
     declined = [one for one in found if one.declined is not None]
-    notes = [(one.case, one.implementation, note) for one in found for note in one.notes]
-    notes += [(one.case, one.implementation, one.declined) for one in declined]
-    if notes:
+    left: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        for note in (*one.notes, *([one.declined] if one.declined is not None else [])):
+            left.setdefault((one.implementation, note), []).append(one.case)
+    if left:
         print()
-        print_table(("case", "implementation", "left out"), notes)
+        print_table(
+            ("case", "implementation", "left out"),
+            [
+                (f"{cases[0]} and {len(cases) - 1} more" if cases[1:] else cases[0], *what)
+                for what, cases in left.items()
+            ],
+        )
     failed = [one for one in found if not one.passed]
     passed = len(found) - len(declined) - len(failed)
     words = f"\n{passed} passed, {len(failed)} failed, {len(declined)} declined"

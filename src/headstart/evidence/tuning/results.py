@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import StringConstraints, model_validator
 
 from headstart.evidence.paired import Ratio
 from headstart.evidence.runs import Record
@@ -66,7 +68,7 @@ class PointResult(Record):
     on the batch).
     """
 
-    point: str
+    point: Annotated[str, StringConstraints(pattern=r"\S")]
     rule_regret: float
     chosen_regret: float
     fastest: dict[str, int]
@@ -100,6 +102,14 @@ class KeyResult(Record):
     regret: float
     points: tuple[PointResult, ...]
     trials: tuple[TrialResult, ...]
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        others = [self.chosen, *(point.fastest for point in self.points)]
+        others += [trial.configuration for trial in self.trials]
+        if any(other.keys() != self.rule.keys() for other in others):
+            raise ValueError(f"expected configurations of {list(self.rule)}, as the rule's")
+        return self
 
     COLUMNS: ClassVar = (
         "key", "chosen", "ratio", "second", "rule's regret", "points", "tried", "out"
