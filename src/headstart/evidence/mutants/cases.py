@@ -73,13 +73,14 @@ OF_128 = {
                      "rule hard decays", "rule late forgetting", "rule chunk ends",
                      "rule equal keys", "channels", "channels cache", "channels hard decays")
     },
-    # Sequences of one chunk each, and steps that end with their chunk.
+    # Sequences of one chunk each, and steps that end with their chunk: one goes on from a tail
+    # alone, in a slot whose state is stale.
     "rule short of 128": _rule("rule-short-128", lengths=(1, 40, 0, 64, 13), **_OF_128),
     "rule short cache of 128": NoDrafts(
         id="mutant-rule-short-cache-128",
         why=WHY,
-        lengths=(44, 1, 40, 3),
-        starts=(84, 70, 130, 0),
+        lengths=(44, 1, 40, 3, 20),
+        starts=(84, 70, 130, 0, 30),
         state="cache",
         **_OF_128,  # type: ignore[arg-type]
     ),

@@ -28,10 +28,10 @@ JOIN = "gated_delta_rule/passes/join.py"
 MUTANTS = (
     _mutant(
         name="hopper-carry-scaled",
-        fault="The state is scaled by 0.99 from span to span.",
+        fault="The state is scaled by 0.97 from span to span.",
         file=SCAN,
         old="        store_state(S, kept, first_column, V, 1)",
-        new="        store_state(S * 0.99, kept, first_column, V, 1)",
+        new="        store_state(S * 0.97, kept, first_column, V, 1)",
         checks=("rule many spans of 128",),
     ),
     _mutant(
@@ -68,12 +68,21 @@ MUTANTS = (
     ),
     _mutant(
         name="hopper-neighbour-rows-taken",
-        fault="Rows of the next sequence take part in a chunk.",
+        fault="Rows of v of the next sequence are not cleared: their NaN counts as this one's.",
         pitfall=8,
+        file=TILES,
+        old="                    low, start, end, tail_begins, BV, V, CACHED,",
+        new="                    low, start, low + 64, tail_begins, BV, V, CACHED,",
+        checks=("rule spoiled neighbours of 128",),
+    ),
+    _mutant(
+        name="hopper-spoiled-rows-taken",
+        fault="Rows from one on that is not finite take part: those before them read NaN.",
         file=SCAN,
+        # Rows of other sequences are cleared by then: they add nothing either way.
         old="            r = gl.where((taking_part != 0.0)[None, :], r, 0.0)\n",
         new="            r = gl.where((taking_part > -1.0)[None, :], r, 0.0)\n",
-        checks=("rule spoiled neighbours of 128",),
+        checks=("rule spoiled rows of 128",),
     ),
     _mutant(
         name="hopper-neighbour-rows-written",
@@ -155,8 +164,8 @@ MUTANTS = (
         fault="Rows of k of the next sequence are not cleared: their NaN meets zeros.",
         pitfall=8,
         file=TILES,
-        old="        if (low < start) | (low + 64 > end):\n            own_rows",
-        new="        if low < start:\n            own_rows",
+        old="tail_rows, 0, low, start, end, tail_begins, K, K, CACHED",
+        new="tail_rows, 0, low, start, low + 64, tail_begins, K, K, CACHED",
         checks=("rule spoiled neighbours of 128",),
     ),
     _mutant(
@@ -242,12 +251,12 @@ MUTANTS = (
     ),
     _mutant(
         name="hopper-short-stale-slot",
-        fault="A new short sequence starts from whatever lies where its state would.",
+        fault="A short step whose state is yet empty starts from whatever its slot held.",
         pitfall=64,
         file=DECODE,
         old="held & (stands > 0),\n",
-        new="held | (stands == 0),\n",
-        checks=("rule short cache of 128", "rule short drafts of 128"),
+        new="held,\n",
+        checks=("rule short cache of 128",),
     ),
     _mutant(
         name="hopper-short-fold-missed",

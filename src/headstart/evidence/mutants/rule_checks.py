@@ -390,10 +390,14 @@ class SpoiledRows:
 
     per_channel: bool = False
     row: int = 40
+    T: int = 70
+    K: int = 32
+    V: int = 16
+    dtype: torch.dtype = torch.float32
 
     def run(self, implementation: str, device: str) -> Verdict:
         """Compare the rows before, and see that the rows after are NaN where they must be."""
-        T, H, HV, K, V = 70, 1, 2, 32, 16
+        T, H, HV, K, V = self.T, 1, 2, self.K, self.V
         draws = Draws(11, "cpu")
         rows = {
             "q": draws.normal("q", T, H, K) / K**0.5,
@@ -402,8 +406,10 @@ class SpoiledRows:
             "g": -draws.normal("g", T, HV, *([K] if self.per_channel else [])).abs() / 10,
             "beta": draws.uniform("beta", T, HV),
         }
+        rows |= {name: rows[name].to(self.dtype) for name in ("q", "k", "v")}
         truth = torch.from_numpy(delta.replay(*rows.values()).o)
-        asked = tolerance("gated_delta_rule", "o", "float32", "float32", implementation)
+        stored = str(self.dtype).removeprefix("torch.")
+        asked = tolerance("gated_delta_rule", "o", stored, stored, implementation)
         worst = Verdict(check="")
         for name in rows:
             given = {other: x.clone().to(device) for other, x in rows.items()}
@@ -559,6 +565,8 @@ DEVICE_CHECKS: dict[str, Check] = {
     },
     "rule many spans of 128": ManySpans(OF_128["rule of 128"]),
     "rule segments of 128": Segments(SEGMENTED_128),
+    # Longer than what is computed in one launch.
+    "rule spoiled rows of 128": SpoiledRows(T=140, K=128, V=128, dtype=torch.bfloat16),
     "rule spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule of 128"], (1, 4)),
     "rule cache spoiled neighbours of 128": SpoiledNeighbours(OF_128["rule cache of 128"], (1, 2)),
     "channels spoiled neighbours of 128": SpoiledNeighbours(OF_128["channels of 128"], (1,)),
