@@ -276,6 +276,15 @@ MUTANTS = (
         checks=("rule short spoiled neighbours of 128",),
     ),
     _mutant(
+        name="hopper-short-neighbour-row-kept",
+        fault="The first row of the next sequence is kept in the tail of a short step.",
+        pitfall=8,
+        file=DECODE_TILES,
+        old="    return rows, (low + rows >= start) & (low + rows < end)\n",
+        new="    return rows, (low + rows >= start) & (low + rows <= end)\n",
+        checks=("rule short cache spoiled neighbours of 128",),
+    ),
+    _mutant(
         name="hopper-short-tail-row-missing",
         fault="The first row of a tail is not read by a short step.",
         file=DECODE_TILES,

@@ -573,6 +573,9 @@ DEVICE_CHECKS: dict[str, Check] = {
     "rule short spoiled neighbours of 128": Short(
         SpoiledNeighbours(OF_128["rule short of 128"], (1, 4))
     ),
+    "rule short cache spoiled neighbours of 128": Short(
+        SpoiledNeighbours(OF_128["rule short cache of 128"], (4,))
+    ),
 }
 """The same for what takes a device: its memory, or kernels that run nowhere else."""
 NEIGHBOUR_CHECKS: dict[str, Check] = {
