@@ -12,15 +12,18 @@ FP8 = torch.float8_e4m3fn
 LAYOUTS = ["slots", "pages of 1", "pages of 16", "pages of 64", "flat pages", "padded", "left"]
 
 
-def stored(batch: Batch, layout: str, new_in_cache: bool, dtype=None, **scales):
-    """Arguments with the keys in a cache of this layout; what nobody owns is NaN."""
+def stored(batch: Batch, layout: str, new_in_cache: bool, dtype=None, options=None, **scales):
+    """Arguments with the keys in a cache of this layout; what nobody owns is NaN.
+
+    options: more of the plan's.
+    """
     at = torch.Generator().manual_seed(1)
     new, prefix = batch.lengths, batch.prefix
     held = [p + (n if new_in_cache else 0) for n, p in zip(new, prefix, strict=True)]
     total = [p + n for n, p in zip(new, prefix, strict=True)]
     HK, D, DV = batch.k.shape[1], batch.k.shape[2], batch.v.shape[2]
     dtype = batch.k.dtype if dtype is None else dtype
-    options = {"new_in_cache": new_in_cache}
+    options = {"new_in_cache": new_in_cache} | (options or {})
     if layout == "slots":
         slots = torch.randperm(sum(held) + 9, generator=at)[: sum(held)]
         shape = (sum(held) + 9,)
@@ -87,11 +90,54 @@ def test_every_layout_gives_the_keys_in_order_and_nothing_else(
 
 @pytest.mark.parametrize("new_in_cache", [False, True])
 @pytest.mark.parametrize("part", ["prefix", "extend"])
-def test_partials_of_every_layout(attend, part, new_in_cache):
-    batch = draw([30, 5], [40, 0], seed=3)
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_partials_of_every_layout(attend, part, new_in_cache, reproducible):
+    """With new keys enough for whole tiles."""
+    batch = draw([150, 5], [40, 0], seed=3)
     for layout in LAYOUTS:
-        found = attend(**stored(batch, layout, new_in_cache), part=part)
+        arguments = stored(batch, layout, new_in_cache)
+        found = attend(**arguments, part=part, reproducible=reproducible)
         expect_close(found, expected(batch, part=part))
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("covers", ["all", "new"])
+def test_a_custom_mask_over_new_keys_in_the_cache(attend, covers, window, reproducible):
+    batch = draw([150, 40], [50, 70], seed=9)
+    at = torch.Generator().manual_seed(9)
+    columns = [n + (p if covers == "all" else 0) for n, p in ((150, 50), (40, 70))]
+    masks = [torch.rand(n, c, generator=at) < 0.5 for n, c in zip((150, 40), columns, strict=True)]
+    call = {
+        "custom_mask": torch.cat([mask.flatten() for mask in masks]),
+        "window": window,
+        "reproducible": reproducible,
+        "return_lse": True,
+    }
+    options = {"mask_covers": covers}
+    want = expected(batch, masks=masks, covers=covers, window=window)
+    found = [
+        attend(**stored(batch, "pages of 16", new_in_cache, options=options), **call)
+        for new_in_cache in (True, False)
+    ]
+    for each in found:
+        expect_close(each, want)
+    if reproducible:
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("gap", [1, 64])
+def test_new_keys_in_the_cache_behind_a_gap(attend, gap, window, reproducible):
+    """A prefix whose end was trimmed: its keys and the new ones are two runs of positions."""
+    batch = draw([150], [64], seed=10, query_start=[71 + gap], positions=[torch.arange(7, 71)])
+    options = {"key_start": 7, "query_start": 71 + gap}
+    for layout in ("slots", "pages of 16", "padded"):
+        arguments = stored(batch, layout, True, options=options)
+        found = attend(**arguments, window=window, reproducible=reproducible, return_lse=True)
+        expect_close(found, expected(batch, window=window))
 
 
 @pytest.mark.parametrize("per_head", [False, True])

@@ -53,6 +53,17 @@ def test_the_prefix_part_needs_no_new_keys_and_the_extend_part_no_cache(attend):
     expect_close(attend(**{**arguments, "cache": None}, part="extend"), want)
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_partial_of_a_plan_without_a_prefix_sees_nothing(attend, window, reproducible):
+    batch = draw([3, 2])
+    plan = headstart.ExtendPlan.from_lengths([3, 2], device="cpu")
+    options = {"plan": plan, "part": "prefix", "window": window, "reproducible": reproducible}
+    o, lse = attend(batch.q, batch.k, batch.v, **options)
+    assert not o.any()
+    assert bool((lse == -torch.inf).all())
+
+
 def parts_of(count, seed=0, T=7, HQ=2, DV=5, dtype=torch.float32):
     at = torch.Generator().manual_seed(seed)
     parts = []

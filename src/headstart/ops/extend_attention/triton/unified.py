@@ -103,35 +103,36 @@ def reduce(
     old_end = tl.minimum(tl.maximum(old_whole[1], old_begin), end)
     new_begin = tl.minimum(tl.maximum(new_whole[0], old_end), end)
     new_end = tl.minimum(tl.maximum(new_whole[1], new_begin), end)
-    for side in tl.range(0 if FOUND != "" else 1, 3, disable_licm=True):
-        # Triton 3.6 takes what a loop carries for dead where it only bounds loops within: here
-        # nothing is carried from one side to the next but the state.
-        first = tl.where(side == 0, begin, tl.where(side == 1, old_end, new_end))
-        last = tl.where(side == 0, old_begin, tl.where(side == 1, new_begin, end))
-        acc, m, l = sweep_both(  # noqa: E741
-            acc, m, l, b_q, old_rows, old_run, new_run, (first, last, old_clear, new_clear),
-            old, new, places, new_column, numbers, FOUND, PAGE, NEW, CAUSAL, WINDOWED, MASK,
-            D, DV, BD, BDV, BN, FORM, PRECISION,
-        )  # fmt: skip
-        if FOUND != "":  # noqa: SIM102
-            if side == 0:
-                acc, m, l = sweep_whole(  # noqa: E741
-                    acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
-                    (old_begin, old_end, old_clear[0], old_clear[1]),
-                    (old[0], old[1], old[2], old[3], old[4], old[5], 0), places,
-                    old_tiles, numbers, FOUND, PAGE, CACHE_DESCRIBED,
-                    CAUSAL and MASK != "all", WINDOWED, MASK == "all",
-                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
-                )  # fmt: skip
-        if NEW == "packed":  # noqa: SIM102
-            if side == 1:
-                acc, m, l = sweep_whole(  # noqa: E741
-                    acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
-                    (new_begin, new_end, new_clear[0], new_clear[1]),
-                    (new[0], new[1], new[2], new[3], 1, row, 0), row, new_tiles,
-                    numbers, "run", 1, DESCRIBED, CAUSAL and MASK == "", WINDOWED, MASK != "",
-                    D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
-                )  # fmt: skip
+    if FOUND != "" or NEW != "":  # else there is no key; a loop without turns is compiled too
+        for side in tl.range(0 if FOUND != "" else 1, 3, disable_licm=True):
+            # Triton 3.6 takes what a loop carries for dead where it only bounds loops within: here
+            # nothing is carried from one side to the next but the state.
+            first = tl.where(side == 0, begin, tl.where(side == 1, old_end, new_end))
+            last = tl.where(side == 0, old_begin, tl.where(side == 1, new_begin, end))
+            acc, m, l = sweep_both(  # noqa: E741
+                acc, m, l, b_q, old_rows, old_run, new_run, (first, last, old_clear, new_clear),
+                old, new, places, new_column, numbers, FOUND, PAGE, NEW, CAUSAL, WINDOWED, MASK,
+                D, DV, BD, BDV, BN, FORM, PRECISION,
+            )  # fmt: skip
+            if FOUND != "":  # noqa: SIM102
+                if side == 0:
+                    acc, m, l = sweep_whole(  # noqa: E741
+                        acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
+                        (old_begin, old_end, old_clear[0], old_clear[1]),
+                        (old[0], old[1], old[2], old[3], old[4], old[5], 0), places,
+                        old_tiles, numbers, FOUND, PAGE, CACHE_DESCRIBED,
+                        CAUSAL and MASK != "all", WINDOWED, MASK == "all",
+                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                    )  # fmt: skip
+            if NEW == "packed":  # noqa: SIM102
+                if side == 1:
+                    acc, m, l = sweep_whole(  # noqa: E741
+                        acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
+                        (new_begin, new_end, new_clear[0], new_clear[1]),
+                        (new[0], new[1], new[2], new[3], 1, row, 0), row, new_tiles,
+                        numbers, "run", 1, DESCRIBED, CAUSAL and MASK == "", WINDOWED, MASK != "",
+                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                    )  # fmt: skip
     return acc, m, l
 
 
@@ -232,6 +233,9 @@ def unified_kernel(
             new_lower, new_upper, new_whole, new_clear = span_of(
                 new_run, queries, window, new_causal, WINDOWED, MASK != "", BN
             )
+            if NEW == "cached":
+                # Those that are not one run with the prefix are read key by key, as borders are.
+                new_whole = (none, none)
             old_seen, new_seen = old_lower < old_upper, new_lower < new_upper
             lower = tl.where(old_seen, old_lower, new_lower)
             upper = tl.where(new_seen, new_upper, old_upper)
