@@ -1,5 +1,7 @@
 """Where cached keys lie: slots, pages, padded rows, strides, float8; and storing them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.ops.extend_attention.oracle import ROUNDING, Batch, draw, expect_close, expected
@@ -138,6 +140,17 @@ def test_new_keys_in_the_cache_behind_a_gap(attend, gap, window, reproducible):
         arguments = stored(batch, layout, True, options=options)
         found = attend(**arguments, window=window, reproducible=reproducible, return_lse=True)
         expect_close(found, expected(batch, window=window))
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_cache_wider_than_the_queries_keeps_its_digits(attend, reproducible):
+    """Stored values are the only rounding: queries of float16 multiply float32 keys."""
+    batch = draw([40], [60], seed=11)
+    q = batch.q.half()
+    arguments = stored(replace(batch, q=q.float()), "slots", True) | {"q": q}
+    o, lse = attend(**arguments, reproducible=reproducible, return_lse=True)
+    want = expected(replace(batch, q=q.float()))
+    expect_close((o, lse), want, 2 * ROUNDING[torch.float16])
 
 
 @pytest.mark.parametrize("per_head", [False, True])

@@ -101,19 +101,33 @@ def _found(call: ExtendCall, scattered: bool) -> Config:
     """The configuration of a call whose cached keys, if any, are copied row by row or not."""
     masked, windowed = call.custom_mask is not None, call.window is not None
     quantised = scattered and call.cache is not None and call.cache.k.dtype == FP8
+    dtype = multiplied_in(call)
     rule = functools.partial(
-        configuration, call.D, call.DV, call.q.dtype, windowed=windowed, scattered=scattered,
+        configuration, call.D, call.DV, dtype, windowed=windowed, scattered=scattered,
         masked=masked, reproducible=call.reproducible, target=target_of(call.device).name,
     )  # fmt: skip
     sizes = call.D, call.DV
     if call.reproducible:
-        key = Key("extend_attention", "unified", sizes, call.q.dtype, windowed=windowed)
+        key = Key("extend_attention", "unified", sizes, dtype, windowed=windowed)
     else:
         there = (("scattered", scattered), ("fp8", quantised), ("mask", masked))
         switches = tuple(name for name, on in there if on)
         ratio = ratio_class(call.HQ, call.HK)
-        key = Key("extend_attention", "extend", sizes, call.q.dtype, ratio, windowed, switches)
+        key = Key("extend_attention", "extend", sizes, dtype, ratio, windowed, switches)
     return tables.configuration(key, call.device, rule)
+
+
+def multiplied_in(call: ExtendCall) -> torch.dtype:
+    """The type of products: float32 where cached keys have another than queries, else theirs.
+
+    float8 becomes theirs; so does what a reproducible call reads beside packed new keys, which is
+    nothing: the promise declines other calls.
+    """
+    cache = call.cache
+    if not _reads_cache(call) or (call.reproducible and not call.plan.new_in_cache):
+        return call.q.dtype
+    assert cache is not None
+    return call.q.dtype if cache.k.dtype in (FP8, call.q.dtype) else torch.float32
 
 
 def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
@@ -234,9 +248,9 @@ def arguments(
         "CAUSAL": call.causal, "WINDOWED": call.window is not None,
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
-        "PRECISION": precision(q.dtype, target_of(call.device).backend),
+        "PRECISION": precision(multiplied_in(call), target_of(call.device).backend),
         "LATE": late(
-            call.D, call.DV, q.dtype,
+            call.D, call.DV, multiplied_in(call),
             windowed=call.window is not None, target=target_of(call.device).name,
         ),
     }  # fmt: skip
@@ -308,7 +322,7 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
         "FOUND": {Consecutive: "run", Listed: "list", Paged: "pages"}[type(slots)],
         "PAGE": page, "page_rows": rows_of_page, "places": places, "LISTED": listed,
         "positions": plan.on_device(key_positions) if listed else None,
-        "SCALES": quantised, "WIDE": not quantised and k.dtype != call.q.dtype,
+        "SCALES": quantised, "WIDE": multiplied_in(call) != call.q.dtype,
         "CACHE_DESCRIBED": described,
     }  # fmt: skip
     for x, store, (of_page, of_row), scale in (

@@ -154,7 +154,7 @@ def unified_kernel(
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
-    SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One tile and block of heads after another, `work` over all programs; one under a window.
@@ -201,6 +201,8 @@ def unified_kernel(
             # No packed new keys beside float8 ones: the promise declines a cache of another dtype.
             SCALED: tl.constexpr = SCALES and NEW != "packed"
             b_v_scale, numbers = 1.0, (window, inner, factor)
+            if WIDE:
+                b_q = b_q.to(tl.float32)
             if SCALED:
                 b_k_scale = read_scale(k_scale, k_number, key_head * k_scale_head)
                 b_v_scale = read_scale(v_scale, v_number, key_head * v_scale_head)
