@@ -299,6 +299,9 @@ ATTENTION_CHECKS: dict[str, Check] = {
     "reproducible pages": AttentionOptions(
         ATTENTIONS["attention pages hold all"], {"reproducible": True}
     ),
+    "reproducible pages, masked": AttentionOptions(
+        ATTENTIONS["attention pages hold all"], {"reproducible": True}, blind=True
+    ),
     "reproducible softcap": AttentionOptions(_SOME, {"reproducible": True, "softcap": 4.0}),
     "reproducible softcap window": AttentionOptions(
         _WINDOW, {"reproducible": True, "softcap": 4.0}
@@ -317,6 +320,7 @@ ATTENTION_CHECKS: dict[str, Check] = {
     "attention masked new keys, window": Positions(12, 62, window=30, covers="new"),
     "reproducible trimmed prefix": Positions(37, 87, reproducible=True),
     "reproducible after a gap": Positions(5, 100, window=70, reproducible=True),
+    "reproducible across a block's end": Positions(4000, 4100, reproducible=True),
     "reproducible masked": Positions(0, 60, covers="all", reproducible=True),
     "reproducible masked new keys": Positions(12, 62, covers="new", reproducible=True),
     "reproducible long window": AttentionOptions(

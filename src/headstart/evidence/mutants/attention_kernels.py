@@ -147,7 +147,16 @@ MUTANTS = (
         file=UNIFIED,
         old="acc, m, l = join(tl.load(p_parked), m, l, acc, b_m, b_l)",
         new="m, l = b_m, b_l",
-        checks=("reproducible deep prefix",),
+        # Behind a gap, where no device cuts a tile into pieces that take a block each.
+        checks=("reproducible across a block's end",),
+    ),
+    _mutant(
+        name="attention-kernel-cached-new-tiles-dropped",
+        fault="Whole reproducible tiles of new keys in the cache are left out under a mask.",
+        file=UNIFIED,
+        old='if NEW == "cached":',
+        new='if NEW == "never":',
+        checks=("reproducible pages, masked",),
     ),
     _mutant(
         name="attention-kernel-head-ratio",
