@@ -46,7 +46,8 @@ def test_the_base_frames_the_other_arm():
 )
 def test_wrong_arguments_are_told_before_a_server_starts(arguments, words, tmp_path):
     (tmp_path / "python").touch()
-    arguments = ["--python", str(tmp_path / "python"), *arguments]
+    if "--python" not in arguments:
+        arguments = ["--python", str(tmp_path / "python"), *arguments]
     group = Commands("headstart", commands={"bench": command})
     ended = CliRunner().invoke(group, ["bench", "serve", *arguments])
     assert ended.exit_code == 2
