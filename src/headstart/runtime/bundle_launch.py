@@ -57,7 +57,7 @@ class Programs(NamedTuple):
 
 _lock = threading.Lock()
 _programs = Programs(0, 0, 0.0)
-_making: dict[tuple[int, str], threading.Lock] = {}
+_making: dict[tuple[int, int, str], threading.Lock] = {}
 """One lock for each program that a kernel of a device has missed."""
 
 
@@ -117,14 +117,15 @@ def _missing(
     attrs: Any, warmup: bool,
 ) -> Any:  # fmt: skip
     """What Triton's `run` gets for a specialisation that its kernel has not met on this device."""
-    kept, _, target, _, _ = kernel.device_caches[device]
+    _, _, target, _, _ = kernel.device_caches[device]
     asked = program(kernel, target, signature, constants, attrs, options, slot, device)
     with _lock:
-        making = _making.setdefault((id(kept), slot), threading.Lock())
+        making = _making.setdefault((id(kernel), device, slot), threading.Lock())
     with making:  # other threads wait for the first rather than compile it too
-        found = kept.get(slot)
+        # Read anew: two threads that meet a device first may each give the kernel a cache of it.
+        found = kernel.device_caches[device][0].get(slot)
         if found is None and (found := obtain(asked)) is not None:
-            kept[slot] = found
+            kernel.device_caches[device][0][slot] = found
     return found
 
 
