@@ -131,6 +131,20 @@ def test_threads_wait_for_the_first_that_compiles(launching, monkeypatch):
     assert headstart.programs()[:2] == (0, 1)
 
 
+def test_a_cache_that_another_thread_replaced_has_what_was_compiled(launching, monkeypatch):
+    compile_it = launching.compile
+
+    def overtaken(*given, **options):
+        norm_kernel.device_caches.pop(launching.device)  # the next look makes another
+        return compile_it(*given, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", overtaken)
+    launching.forget()
+    norm("cpu")
+    assert len(kept(launching)) == 1
+    assert headstart.programs()[:2] == (0, 1)
+
+
 def test_forbid_names_kernel_and_key(launching, bundle, monkeypatch):
     monkeypatch.setenv(bundle_launch.JIT, "forbid")
     (key,) = rehearsed(channels=96)
