@@ -65,7 +65,7 @@ class NoDrafts(DeltaCase):
         return super()._cache_sizes() | {"draft_tokens": 0}
 
 
-_OF_128 = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": "bfloat16"}
+_OF_128: dict[str, Any] = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": "bfloat16"}
 OF_128 = {
     **{
         f"{name} of 128": replace(RULES[name], id=f"{RULES[name].id}-128", **_OF_128)
@@ -82,7 +82,7 @@ OF_128 = {
         lengths=(44, 1, 40, 3, 20),
         starts=(84, 70, 130, 0, 30),
         state="cache",
-        **_OF_128,  # type: ignore[arg-type]
+        **_OF_128,
     ),
     # Steps that a cache with drafts takes, one beyond its chunk; tails are filled by longer ones.
     "rule short drafts of 128": _rule(
