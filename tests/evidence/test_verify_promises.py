@@ -1,5 +1,6 @@
 """The checks of the promises find what they must: bits, transcripts and their commands."""
 
+import contextlib
 import functools
 
 import pytest
@@ -9,7 +10,7 @@ from click.testing import CliRunner
 import headstart
 from headstart.cli.commands import headstart as command
 from headstart.evidence import runs
-from headstart.evidence.verify import transcript
+from headstart.evidence.verify import bits, transcript
 from headstart.evidence.verify.bits import CHECKS, Bits, verify_bits
 from headstart.evidence.verify.transcript import (
     FORMS,
@@ -18,6 +19,7 @@ from headstart.evidence.verify.transcript import (
     verify_transcripts,
 )
 from headstart.runtime.dispatch import Declined
+from headstart.runtime.static import TARGETS
 
 
 @pytest.mark.parametrize("op", CHECKS)
@@ -25,6 +27,32 @@ def test_bits_are_equal(op):
     found = verify_bits(op, "torch")
     assert {one.check for one in found} == set(CHECKS[op][2])
     assert all(one.passed and one.compared for one in found), [one.where for one in found]
+
+
+def test_processes_share_the_checks():
+    told = []
+    shared = verify_bits("causal_conv1d", "torch", jobs=2, progress=told.append)
+    assert shared == verify_bits("causal_conv1d", "torch")
+    assert told == list(range(1, len(shared) + 1))
+
+
+def test_what_a_device_is_about_to_launch_is_compiled_for_it_first(monkeypatch):
+    """All of it: a rehearsal of the checks, whose programs come in the order of no check."""
+    monkeypatch.setattr(bits, "target_of", lambda device: TARGETS["cuda:90"])
+    monkeypatch.setattr(bits, "processors", lambda device: 132)
+    compiled = []
+
+    @contextlib.contextmanager
+    def told(programs, jobs):
+        compiled.extend(program.name for program in programs.values())
+        yield
+
+    monkeypatch.setattr(bits, "compiled", told)
+    monkeypatch.setattr(bits, "spread", lambda calls, processes: calls if processes == 1 else None)
+    monkeypatch.setattr(bits, "_bits", lambda *_: None)
+    found = verify_bits("extend_attention", "triton", device="cuda", jobs=8)
+    assert len(found) == 9
+    assert set(compiled) == {"unified_kernel"}
 
 
 def test_a_last_bit_that_depends_on_the_batch_is_found(monkeypatch):

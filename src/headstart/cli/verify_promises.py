@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,10 +25,21 @@ json_option = click.option(
 @click.option("--op", type=click.Choice(OPERATIONS), help="Only one operation.")
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
 @device_option
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that share the checks, or compile for a GPU first; one a core.",
+)
 @json_option
 @click.pass_context
 def bits(
-    ctx: click.Context, op: str | None, implementation: str, device: str, json_file: str | None
+    ctx: click.Context,
+    op: str | None,
+    implementation: str,
+    device: str,
+    jobs: int | None,
+    json_file: str | None,
 ) -> None:
     """Compare bits: splits, hits, batches, heads, drafts and pages against a cold prefill.
 
@@ -41,13 +53,13 @@ def bits(
 
     if json_file is not None:
         runs.expect_writable(json_file)
-    where = device_of(device)
-    found = []
+    where, found = device_of(device), []
+    jobs = jobs or len(os.sched_getaffinity(0))
     for operation in [op] if op else OPERATIONS:
         _, forms, checks = CHECKS[operation]
         for name in implementations(operation, implementation):
             with progress_bar(f"{operation} {name}", len(forms) * len(checks)) as show:
-                found += verify_bits(operation, name, device=where, progress=show)
+                found += verify_bits(operation, name, device=where, jobs=jobs, progress=show)
     expect_some([one.declined for one in found])
     print_table(
         ("operation", "implementation", "check", "form", "compared", "differing", ""),

@@ -15,9 +15,10 @@ import torch
 
 from headstart.evidence import runs
 from headstart.evidence.cases import SMALL, catalogue
+from headstart.evidence.compiling import Progress
 from headstart.evidence.tuning.points import Point, points_of, shortened
 from headstart.evidence.tuning.results import Found, KeyResult, LeftOut
-from headstart.evidence.tuning.sweep import Plan, Progress, compiled, sweep
+from headstart.evidence.tuning.sweep import Plan, compiled, sweep
 from headstart.runtime.table_files import Table
 from headstart.runtime.tables import device_of
 

@@ -7,19 +7,18 @@ the points of the key.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from headstart.evidence import compiling
 from headstart.evidence.arms import Arm, Outputs
 from headstart.evidence.cases.record import Draws
+from headstart.evidence.compiling import Progress
 from headstart.evidence.paired import compare, orders
 from headstart.evidence.timing import Clock, make_clock, synchronize
 from headstart.evidence.tuning.candidates import fixed_fields, neighbours
@@ -28,9 +27,6 @@ from headstart.evidence.tuning.results import Found, Measured, Trial
 from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.tolerances import tolerance
 from headstart.runtime import dispatch
-from headstart.runtime.bundle import Bundle
-from headstart.runtime.bundle_build import build
-from headstart.runtime.bundle_launch import BUNDLE
 from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.checks import dtype_name
 from headstart.runtime.declined import Declined
@@ -40,8 +36,6 @@ from headstart.runtime.tables import Key, using
 
 Clocks = Callable[[Sequence[Arm], torch.device], Clock]
 """Makes the clock that times arms which are warm already."""
-Progress = Callable[[str], None]
-"""Called with what is being done."""
 
 
 class DeviceLost(Exception):
@@ -113,21 +107,8 @@ def compiled(swept: Plan, device: torch.device, jobs: int, progress: Progress) -
         for tried in (rule, *neighbours(rule, fixed_fields(key, target_of(device).name))):
             for point in points:
                 programs |= programs_of(rehearsed(point, {key: tried}, device))
-    with tempfile.TemporaryDirectory(prefix="headstart-tune-") as folder:
-        build(
-            Bundle(Path(folder)),
-            list(programs.values()),
-            jobs,
-            lambda done, count, name: progress(f"compiled {done} of {count}: {name}"),
-        )
-        before = os.environ.get(BUNDLE)
-        os.environ[BUNDLE] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(BUNDLE)
-            if before is not None:
-                os.environ[BUNDLE] = before
+    with compiling.compiled(programs, jobs, progress):
+        yield
 
 
 def sweep(

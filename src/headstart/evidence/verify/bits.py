@@ -9,17 +9,23 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch.nn.functional import normalize, softplus
 
 import headstart
+from headstart.evidence.compiling import compiled
 from headstart.evidence.poison import poisoned_memory
 from headstart.evidence.runs import Record
 from headstart.evidence.verify.convolution_bits import CONVOLUTION_FORMS, DRAFTS, Convolution
 from headstart.evidence.verify.tolerances import WIDE
+from headstart.evidence.workers import spread
+from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.dispatch import Declined
+from headstart.runtime.launcher import processors, target_of
+from headstart.runtime.rehearsal import rehearsing
 
 Rows = dict[str, torch.Tensor]
 FORMS: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
@@ -389,9 +395,13 @@ def verify_bits(
     implementation: str,
     *,
     device: torch.device | str = "cpu",
+    jobs: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Bits]:
     """Every check of an operation under one implementation, in every form.
+
+    jobs: processes that share the checks; on a GPU, that compile what they launch beforehand.
+    progress: told after each check how many are done.
 
     >>> found = verify_bits("extend_attention", "torch")
     >>> all(one.passed for one in found), {one.check for one in found} == {"pages", "batches",
@@ -399,16 +409,41 @@ def verify_bits(
     (True, True)
     """
     place, found = torch.device(device), []
-    make, forms, names = CHECKS[op]
-    for done, (form, name) in enumerate(itertools.product(forms, names), start=1):
-        one = Bits(op=op, check=name, form=form, implementation=implementation, device=str(place))
-        same = Comparison()
-        try:
-            with poisoned_memory(), torch.inference_mode():
-                getattr(make(form, implementation, place), name)(same)
-        except Declined as reason:
-            found.append(one.model_copy(update={"declined": str(reason)}))
-        else:
-            found.append(one.model_copy(update=vars(same)))
-        progress(done)
+    on_gpu = place.type == "cuda" and implementation not in WIDE
+    calls = [functools.partial(_bits, op, implementation, place, *which) for which in _checks(op)]
+    with compiled(_programs(op, implementation, place), jobs) if on_gpu else nullcontext():
+        for one in spread(calls, 1 if place.type == "cuda" else min(jobs, len(calls))):
+            found.append(one)
+            progress(len(found))
+    return found
+
+
+def _checks(op: str) -> list[tuple[str, str]]:
+    """(form, name) of every check of an operation."""
+    _, forms, names = CHECKS[op]
+    return list(itertools.product(forms, names))
+
+
+def _bits(op: str, implementation: str, device: torch.device, form: str, name: str) -> Bits:
+    one = Bits(op=op, check=name, form=form, implementation=implementation, device=str(device))
+    same, make = Comparison(), CHECKS[op][0]
+    try:
+        with poisoned_memory(), torch.inference_mode():
+            getattr(make(form, implementation, device), name)(same)
+    except Declined as reason:
+        return one.model_copy(update={"declined": str(reason)})
+    return one.model_copy(update=vars(same))
+
+
+def _programs(op: str, implementation: str, device: torch.device) -> dict[str, Program]:
+    """What the checks of an operation launch on a GPU, by key."""
+    make, found = CHECKS[op][0], {}
+    for form, name in _checks(op):
+        with (
+            rehearsing(target_of(device), processors(device)) as rehearsal,
+            suppress(Declined),
+            torch.inference_mode(),
+        ):
+            getattr(make(form, implementation, torch.device("meta")), name)(lambda *_: None)
+        found |= programs_of(rehearsal)
     return found
