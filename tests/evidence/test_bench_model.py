@@ -13,9 +13,10 @@ pytest.importorskip("transformers")
 from headstart.cli.commands import headstart
 from headstart.evidence import runs
 from headstart.evidence.arms.sources import NOISE
-from headstart.evidence.models import benching, building
+from headstart.evidence.models import arms, benching, building
 from headstart.evidence.models.arms import Stand
 from headstart.evidence.models.records import ModelResult
+from headstart.evidence.models.witness import Witness
 from headstart.integrations.transformers import layers
 
 CPU = torch.device("cpu")
@@ -70,15 +71,15 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("name", "arms", "kinds"),
+    ("name", "names", "kinds"),
     [
         ("gpt-oss-20b", "headstart,eager,sdpa", {"sliding_attention": 2, "full_attention": 2}),
         ("qwen3-next-80b", "headstart,sdpa,fla", {"linear_attention": 3, "full_attention": 1}),
     ],
 )
-def test_arms_of_a_model_with_random_weights(folder, tmp_path, name, arms, kinds):
+def test_arms_of_a_model_with_random_weights(folder, tmp_path, name, names, kinds):
     file = tmp_path / "run.json"
-    result = run("--model", folder(name), "--layers", 4, "--experts", 3, "--arms", arms,
+    result = run("--model", folder(name), "--layers", 4, "--experts", 3, "--arms", names,
                  "--prompt-tokens", 70, "--step", 32, "--rounds", 3, "--top", 2, "--device", "cpu",
                  "--json", file)  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -128,7 +129,41 @@ def test_wrong_attention_is_not_timed(folder, monkeypatch):
     result = run("--model", folder("gpt-oss-20b"), "--arms", "eager,headstart", "--prompt-tokens",
                  70, "--rounds", 3, "--device", "cpu")  # fmt: skip
     assert result.exit_code == 1, result.output
-    assert "headstart: headstart: hidden states differ by" in result.stderr
+    assert "headstart: headstart: an attention layer differs by" in result.stderr
+
+
+def test_fla_that_transformers_has_not_taken_is_missing(folder, monkeypatch):
+    built = building.build(folder("qwen3-next-80b"), layers=4, device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(arms, "peer", lambda module, name: [print])
+    found = benching.bench_model(built, ["fla", "sdpa"], prompt_tokens=9, rounds=3)
+    fla, sdpa, _ = found.arms
+    assert (fla.status, "not taken the gated delta rule" in fla.sentence) == ("missing", True)
+    assert sdpa.served == "sdpa, linear layers in PyTorch"
+
+
+def test_an_arm_answers_for_its_attention_alone(folder):
+    built = building.build(folder("gpt-oss-20b"), device=CPU, dtype=torch.float32)
+    stand = Stand(built.loaded, list(range(40)), 16)
+    decoder = built.loaded.model.get_decoder().layers
+    arm, witness = stand.arm("eager"), Witness(decoder, 20)
+
+    def prefill():
+        arm.restore()
+        arm.call()
+
+    with witness.first():
+        prefill()
+    with torch.no_grad():
+        decoder[0].mlp.experts.down_proj.mul_(5)
+    with witness.later() as differences:
+        prefill()
+    assert [float(one) for one in differences] == [0.0] * 4
+    with torch.no_grad():
+        decoder[2].self_attn.o_proj.weight.mul_(1.01)
+        decoder[2].self_attn.o_proj.bias.mul_(1.01)
+    with witness.later() as differences:
+        prefill()
+    assert [float(one) for one in differences] == [0.0, 0.0, pytest.approx(0.01, rel=1e-3), 0.0]
 
 
 def test_a_lost_call_is_not_timed(folder, monkeypatch):
@@ -159,7 +194,7 @@ def test_the_model_stands_as_before_afterwards(folder):
 def test_an_arm_that_takes_too_long_is_given_up(folder, monkeypatch):
     built = building.build(folder("gpt-oss-20b"), device=CPU, dtype=torch.float32)
 
-    def endless(stand, entry):
+    def endless(stand, entry, witness):
         while True:
             pass
 

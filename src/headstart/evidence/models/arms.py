@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from typing import Any
 
 import torch
@@ -90,6 +92,8 @@ class Stand:
                 raise Unfit("the model has no linear layers")
             os.environ.update(dict.fromkeys(BACKENDS, "0"))
             peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+            if self._rule_from() != "fla":
+                raise MissingPeer("transformers has not taken the gated delta rule from fla")
             self._ask("sdpa")
         else:
             self._ask(name or self._first)
@@ -103,11 +107,19 @@ class Stand:
         softmax = self.loaded.model.config._attn_implementation
         if "linear_attention" not in self.loaded.kinds:
             return softmax
-        try:  # as transformers itself finds out which of the two it runs
-            peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
-        except MissingPeer:
-            return f"{softmax}, linear layers in PyTorch"
-        return f"{softmax}, linear layers by fla"
+        own = "by fla" if self._rule_from() == "fla" else "in PyTorch"
+        return f"{softmax}, linear layers {own}"
+
+    def _rule_from(self) -> str:
+        """The package whose gated delta rule transformers runs in the model's linear layers.
+
+        It takes fla's as it is first imported, or in silence a path of its own.
+        """
+        layers = self.loaded.model.get_decoder().layers
+        layer = layers[self.loaded.kinds.index("linear_attention")].linear_attn
+        rule = vars(sys.modules[type(layer).__module__])["torch_chunk_gated_delta_rule"]
+        taken = inspect.getclosurevars(rule).nonlocals["implementation"]
+        return taken.__module__.partition(".")[0]
 
     def routed(self) -> tuple[Routed, ...]:
         """headstart's calls in the last prefill, against layers times steps."""

@@ -34,8 +34,8 @@ class Routed(Record):
 class ModelArm(Record):
     """What became of an arm.
 
-    status: "timed", "missing" (not installed), "declined" (does not run this model), "wrong" (its
-        hidden states are; not timed) or "failed" (raised). sentence: why, where it was not timed.
+    status: "timed", "missing" (not installed), "declined" (does not run this model), "wrong" (in
+        what its layers compute) or "failed" (raised). sentence: why, where it was not timed.
     served: what computed the attention layers.
     cold_ms: the arm's first prefill in this process, compiling included.
     ttft_ms: prefill and first token of each round; median_ms: of these.
@@ -46,7 +46,8 @@ class ModelArm(Record):
         all else stayed (Amdahl).
     peak_bytes: most memory held on the device, weights included; None on a CPU, where all arms
         share the process.
-    difference: relative L2 distance of the last half's hidden states from the first arm's.
+    difference: relative L2 distance of the last half of an attention layer's outputs from the first
+        arm's, where both had the first arm's inputs: the largest of all layers.
     same_token: whether it predicts the first arm's token.
     routed: headstart's calls in one prefill; none for other arms.
     kernels: of one prefill, by falling time, where a profile was asked for; kernel_us: all of them.
