@@ -79,9 +79,9 @@ def _shared(function: Callable[..., None]) -> Callable[..., None]:
     metavar="A,B,...",
     help="Of every CASE that names none of its own: "
     "headstart, hopper, triton, torch, reference, reproducible, fla, flashinfer, flashqla, "
-    "fa4, sdpa, flex, sglang, sglang-unified, transformers, or git revisions (HEAD, main~5, "
-    "main~5:torch); each also as ARM@CASE, on another case. The first is what others are "
-    "compared with.",
+    "fa4, sdpa, flex, sglang, sglang-unified, transformers, unbounded or unbounded:reproducible "
+    "(attention's kernels without their bounds), or git revisions (HEAD, main~5, main~5:torch); "
+    "each also as ARM@CASE, on another case. The first is what others are compared with.",
 )
 @click.option("--rounds", type=ROUNDS, default=60, show_default=True)
 @click.option(

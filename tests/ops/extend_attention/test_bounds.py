@@ -1,8 +1,9 @@
 """Loops over the tiles that `visible` names give the bits of loops over all tiles.
 
-The other build is this package's source with its bounds taken out, so that both know one thing
-alone by other means: which tiles hold a key that some row sees. What a kernel is compiled for is
-drawn a few times, and each of these a few batches, which compile nothing new.
+The other build is this package's source with its bounds taken out (an arm of `headstart bench`), so
+that both know one thing alone by other means: which tiles hold a key that some row sees. What a
+kernel is compiled for is drawn a few times, and each of these a few batches, which compile nothing
+new.
 """
 
 import importlib.util
@@ -19,6 +20,8 @@ from tests.ops.extend_attention.oracle import ROUNDING, Batch, draw, expect_clos
 from tests.ops.extend_attention.test_caches import FP8, LAYOUTS, stored
 from tests.ops.extend_attention.test_kernels import run
 
+from headstart.evidence.arms.unbounded import without_bounds
+
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.kernels,
@@ -26,21 +29,6 @@ pytestmark = [
 ]
 
 FOLDER = "headstart.ops.extend_attention.triton"
-UNBOUNDED = {
-    "extend": (
-        ("tl.maximum(lower // BN, limits[0])", "limits[0]"),
-        ("tl.minimum((upper + BN - 1) // BN,", "tl.minimum(tl.cdiv(count, BN),"),
-        ("    end = tl.where(lower < upper, end, begin)\n", ""),
-    ),
-    "unified": (
-        (
-            "upper = tl.where(old_seen | new_seen, upper, lower)",
-            """upper = tl.maximum(old_run[0] + old_run[1], new_run[0] + new_run[1])
-            lower = tl.where(old_run[1] > 0, old_run[0], new_run[0])""",
-        ),
-    ),
-}  # fmt: skip
-"""Kernel -> what takes its bounds out."""
 BATCHES = 4
 """Drawn for what a kernel is compiled for."""
 DRAWS = {"extend": 140, "unified": 68}
@@ -55,12 +43,11 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
 def unbounded(tmp_path_factory):
     """Kernel -> its build without bounds."""
     found = {}
-    for name, edits in UNBOUNDED.items():
+    for name in DRAWS:
         module = importlib.import_module(f"{FOLDER}.{name}")
-        source = Path(module.__file__).read_text()
-        for old, new in edits:
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
+        place = Path(module.__file__)
+        source = without_bounds(f"ops/extend_attention/triton/{name}.py", place.read_text())
+        assert source != place.read_text()
         path = tmp_path_factory.mktemp("unbounded") / f"{name}_unbounded.py"
         path.write_text(source)
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,4 +1,4 @@
-"""A second headstart in the same process: the noise floor, and other revisions.
+"""A second headstart in the same process: the noise floor, other revisions, other builds.
 
 The sources are copied under another package name, so that nothing is shared: neither modules, nor
 compiled functions, nor registered operations.
@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -23,11 +23,19 @@ PACKAGE = re.compile(
 _numbers = count(1)
 
 
+def as_it_is(path: str, text: str) -> str:
+    """The source text of a module, unchanged."""
+    return text
+
+
 @contextmanager
-def loaded_copy(source: Path, name: str) -> Iterator[str]:
+def loaded_copy(
+    source: Path, name: str, edited: Callable[[str, str], str] = as_it_is
+) -> Iterator[str]:
     """The package at `source` loaded under a name that begins with `name`, forgotten afterwards.
 
-    source: the folder that is the package `headstart`.
+    source: the folder that is the package `headstart`. edited: from a module's path below it and
+    its source text to the text that the copy has.
     Yields the name to import it by.
     """
     if not (source / "__init__.py").is_file():
@@ -38,7 +46,8 @@ def loaded_copy(source: Path, name: str) -> Iterator[str]:
         copied = Path(folder) / name
         shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copied.rglob("*.py"):
-            path.write_text(renamed(path.read_text(), name))
+            text = edited(path.relative_to(copied).as_posix(), path.read_text())
+            path.write_text(renamed(text, name))
         sys.path.insert(0, folder)
         importlib.invalidate_caches()
         try:

@@ -1,7 +1,8 @@
 """Arms by the names that a benchmark is given: implementations, peers, revisions, other cases.
 
 NAME is an implementation of headstart or a peer, REVISION or REVISION:IMPLEMENTATION another state
-of the checkout, and ANY@CASE the same on another case than the one that is timed.
+of the checkout, "unbounded" or "unbounded:reproducible" attention's kernels without their bounds,
+and ANY@CASE the same on another case than the one that is timed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 import headstart
 from headstart.evidence import arms, cases, revisions
-from headstart.evidence.arms import Arm, Unfit, ours
-from headstart.evidence.arms.copies import loaded_copy
+from headstart.evidence.arms import Arm, Unfit, ours, unbounded
+from headstart.evidence.arms.copies import as_it_is, loaded_copy
 from headstart.evidence.cases import Case
 
 SOURCE = Path(headstart.__file__).parent
@@ -32,13 +33,16 @@ class Sources:
         for name in names:
             arm, at, other = name.partition("@")
             revision, colon, implementation = arm.partition(":")
-            if arm not in arms.ARMS and revisions.commit(revision) is None:
+            known = revision == unbounded.NAME or arm in arms.ARMS
+            if not known and revisions.commit(revision) is None:
                 raise ValueError(
-                    f"arm: expected one of {list(arms.ARMS)} or a git revision, got {arm!r}"
+                    f"arm: expected one of {[*arms.ARMS, unbounded.NAME]} or a git revision, "
+                    f"got {arm!r}"
                 )
-            if colon and implementation not in arms.OURS:
+            legal = unbounded.KINDS if revision == unbounded.NAME else arms.OURS
+            if colon and implementation not in legal:
                 raise ValueError(
-                    f"arm: expected one of {list(arms.OURS)} after {revision}:, got {arm!r}"
+                    f"arm: expected one of {list(legal)} after {revision}:, got {arm!r}"
                 )
             if at:
                 cases.get(other)
@@ -82,6 +86,8 @@ class Sources:
         if name in arms.ARMS:
             return arms.build(name, case, device, seed)
         revision, _, implementation = name.partition(":")
+        if revision == unbounded.NAME:
+            return self._unbounded(implementation, case, device, seed)
         package = self._revision(revision)
         return ours.build(implementation or "headstart", case, device, seed, package=package)
 
@@ -90,15 +96,23 @@ class Sources:
             arm = arms.build(name, case, device, seed)
             arm.note = f"{name} on memory of its own"
             return arm
+        revision, _, implementation = name.partition(":")
         if name in arms.OURS:
             package = self._copy("headstart_again", SOURCE)
             arm = ours.build(name, case, device, seed, package=package)
+        elif revision == unbounded.NAME:
+            arm = self._unbounded(implementation, case, device, seed, again="_again")
         else:
-            revision, _, implementation = name.partition(":")
             package = self._revision(revision, again="_again")
             arm = ours.build(implementation or "headstart", case, device, seed, package=package)
         arm.note = f"{name}, separately loaded and compiled"
         return arm
+
+    def _unbounded(
+        self, kind: str, case: Case, device: torch.device, seed: int, again: str = ""
+    ) -> Arm:
+        package = self._copy(f"headstart_unbounded{again}", SOURCE, unbounded.without_bounds)
+        return unbounded.build(package, kind or unbounded.KINDS[0], case, device, seed)
 
     def _revision(self, name: str, again: str = "") -> str:
         found = revisions.commit(name)
@@ -108,7 +122,10 @@ class Sources:
             self._copy(package, folder / "src" / "headstart")
         return self._packages[package]
 
-    def _copy(self, package: str, source: Path) -> str:
+    def _copy(
+        self, package: str, source: Path, edited: Callable[[str, str], str] = as_it_is
+    ) -> str:
         if package not in self._packages:
-            self._packages[package] = self._stack.enter_context(loaded_copy(source, package))
+            copied = loaded_copy(source, package, edited)
+            self._packages[package] = self._stack.enter_context(copied)
         return self._packages[package]
