@@ -9,12 +9,14 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl  # noqa: E402
 from tests.implementations import KERNELS  # noqa: E402
 from tests.runtime.bundled import norm, rehearsed  # noqa: E402
 
 import headstart  # noqa: E402
 from headstart.ops.convolution.triton.norm import norm_kernel  # noqa: E402
 from headstart.runtime import bundle_launch  # noqa: E402
+from headstart.runtime.bundle_programs import sources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
 
@@ -60,7 +62,7 @@ def test_another_build_is_another_program_of_the_same_specialisation(monkeypatch
     (before,) = rehearsed().values()
     assert before.key == next(iter(rehearsed()))
     if what == "sources":
-        monkeypatch.setattr(norm_kernel, "hash", "other sources")
+        monkeypatch.setattr(norm_kernel, "starting_line_number", 0)
     elif what == "Triton":
         monkeypatch.setattr(triton, "__version__", "3.6.1")
     else:
@@ -68,6 +70,33 @@ def test_another_build_is_another_program_of_the_same_specialisation(monkeypatch
     (after,) = rehearsed().values()
     assert after.key != before.key
     assert after.specialisation == before.specialisation
+
+
+FACTOR, UNUSED = tl.constexpr(2), tl.constexpr(2)
+
+
+@triton.jit
+def doubled(x):
+    return x * FACTOR
+
+
+@triton.jit
+def doubling(place):
+    tl.store(place, doubled(tl.load(place)))
+
+
+def test_a_key_holds_what_a_kernel_reaches_and_not_which_was_met_first(monkeypatch):
+    before = sources(doubling)
+    assert doubled.cache_key
+    assert doubling.cache_key
+    assert sources(doubling) == before
+    monkeypatch.setitem(globals(), "UNUSED", tl.constexpr(3))
+    assert sources(doubling) == before
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "FACTOR", tl.constexpr(3))
+        assert sources(doubling) != before
+    monkeypatch.setattr(doubled, "_src", doubled.src.replace("*", "+"))
+    assert sources(doubling) != before
 
 
 def test_where_triton_lies_does_not_matter_but_its_libraries_do(monkeypatch, tmp_path):

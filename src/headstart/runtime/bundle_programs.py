@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,10 @@ class Program:
         from triton._C.libtriton import get_cache_invalidating_env_vars
 
         settings = sorted(get_cache_invalidating_env_vars().items())
-        return _hash([triton.__version__, self.source.hash(), self.specialisation, settings])
+        constants = self.source.constants.values()
+        return _hash(
+            [triton.__version__, sources(self.kernel, *constants), self.specialisation, settings]
+        )
 
     def described(self) -> dict[str, Any]:
         """Types and constants by argument, for a reader."""
@@ -97,6 +102,41 @@ class Program:
             self.kernel, self.slot, source.signature, self.device, source.constants, self.options,
             source.attrs, False,
         )  # fmt: skip
+
+
+def sources(*values: Any) -> list[tuple[str, str]]:
+    """Name and text of every function that the kernels among some values reach, and of constants.
+
+    Triton's own hash of a kernel is no key for a bundle: it counts the constants of the functions
+    that a kernel calls where these were hashed before it alone, and it parses every one of them,
+    which takes longer than loading the program.
+    """
+    from triton.language import constexpr, dtype
+    from triton.runtime.jit import JITCallable
+
+    found: dict[str, str] = {}
+    left = [("", value) for value in values]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, (constexpr, dtype)):
+            found[name] = repr(value)
+        elif isinstance(value, JITCallable):
+            name = f"{value.fn.__module__}.{value.fn.__qualname__}"
+            if name not in found:
+                # What it was compiled from is told by its text and by the globals that it names.
+                found[name] = f"{value.starting_line_number} {value.src} {value.fn.__defaults__}"
+                left += _named(value.fn)
+    return sorted(found.items())
+
+
+def _named(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function names of its module, of other modules by attributes, and of its closure."""
+    code, scope = function.__code__, inspect.getclosurevars(function)
+    for name, value in {**scope.globals, **scope.nonlocals}.items():
+        yield f"{function.__module__}.{function.__qualname__}: {name}", value
+        if inspect.ismodule(value):
+            for attribute in code.co_names:
+                yield f"{value.__name__}: {attribute}", getattr(value, attribute, None)
 
 
 def _hash(parts: list[Any]) -> str:

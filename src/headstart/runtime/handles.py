@@ -11,11 +11,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 
+NAMES = ("schedule", "plan", "workspace")
+"""What ops call arguments that are handles."""
 _numbers = itertools.count(secrets.randbits(62))
 _living: weakref.WeakValueDictionary[int, Handled] = weakref.WeakValueDictionary()
 
@@ -60,16 +63,21 @@ Kind = TypeVar("Kind", bound=Handled)
 
 
 def handle_of(held: Handled | None) -> torch.Tensor | None:
-    """What a traced call passes on in place of an object; None for None.
+    """What a traced call passes on in place of an object; None for None."""
+    return None if held is None else held.handle
 
-    Raises ValueError in an export: the program would outlive the object.
+
+def expect_no_handles(given: Mapping[str, Any]) -> None:
+    """Refuse the arguments of an op that is exported where handles are among them.
+
+    >>> expect_no_handles({"plan": torch.tensor(7)})
+    Traceback (most recent call last):
+        ...
+    ValueError: plan: expected none in an exported program, which outlives it
     """
-    if held is None:
-        return None
-    if torch.compiler.is_exporting():
-        name = type(held).__name__
-        raise ValueError(f"{name}: expected none in an exported program, which outlives it")
-    return held.handle
+    for name in NAMES:
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: expected none in an exported program, which outlives it")
 
 
 def found(kind: type[Kind], handle: torch.Tensor | None) -> Kind | None:

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.runtime import dispatch
+from headstart.runtime.handles import expect_no_handles
 
 LIBRARY = torch.library.Library(__name__.split(".")[0], "FRAGMENT")
 """A copy of the package under another name has ops of its own."""
@@ -45,7 +46,11 @@ def define(
         return run(dispatch.operations()[name].function, **by_name(arguments))
 
     def imagine(*arguments: Any) -> Any:
-        return fake(**by_name(arguments))
+        given = by_name(arguments)
+        # Asked here, where nothing is traced: in graphs of PyTorch 2.11 it is always true.
+        if torch.compiler.is_exporting():
+            expect_no_handles(given)
+        return fake(**given)
 
     # `torch.library.custom_op` would count versions of changed arguments in Python at every call,
     # which gradients alone need.
