@@ -1,6 +1,8 @@
 """Making programs ready: from the bundle or the compiler, once, and on the driver before a call."""
 
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +100,17 @@ def test_the_models_calls_on_the_device_are_what_is_readied(waiting, monkeypatch
     ):
         with pytest.raises(ValueError, match=words):
             headstart.warmup(**{"models": "gpt-oss-20b", "device": "cuda"} | wrong)
+
+
+def test_threads_share_one_cache_of_a_kernel(waiting, monkeypatch):
+    """A device's cache that two threads make at once would lose what the earlier one put there."""
+    caches: Any = norm_kernel.device_caches
+    made, makes = [], caches.default_factory
+
+    def counting():
+        made.append(threading.current_thread())
+        return makes()
+
+    monkeypatch.setattr(caches, "default_factory", counting)
+    assert make_ready(both(), CPU, 2)[:2] == (0, 2)
+    assert made == [threading.current_thread()]

@@ -78,6 +78,9 @@ def make_ready(
     before = programs()
     with current(device):
         index = active_driver().get_current_device()
+        for kernel in {program.kernel for program in wanted}:
+            # Made here: of two threads that ask a kernel for it first, the later one's stays alone.
+            _ = kernel.device_caches[index]
 
     def ready(program: Program) -> str:
         with current(device):
