@@ -19,7 +19,7 @@ BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
 
-.PHONY: help venv prefill test lint types pytest test-interpret static-triton interpret-triton mutants format wheel-smoke bench results report-test vllm-venv vllm-test clean
+.PHONY: help venv prefill test lint types pytest test-interpret static-triton interpret-triton mutants soak format wheel-smoke bench results report-test vllm-venv vllm-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ interpret-triton: $(OTHER)/.ready  ## test-interpret with another Triton (TRITON
 
 mutants: $(READY)  ## known-bad builds for a CPU: every one must fail a check (minutes)
 	$(BIN)/headstart verify mutants
+
+soak: $(READY)  ## ten minutes of short sequences from several threads (SOAK="--implementation triton --device cuda")
+	$(BIN)/headstart verify soak $(SOAK)
 
 format: $(READY)  ## format, and fix what the linter can fix
 	$(BIN)/ruff check --fix

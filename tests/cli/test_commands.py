@@ -166,6 +166,7 @@ WRITERS = (
     "verify gdn-1x1-small",
     "verify bits",
     "verify mutants",
+    "verify soak",
     "verify tiles",
     "verify transcript",
 )
@@ -182,6 +183,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_p
         "headstart.evidence.verify": "verify_many",
         "headstart.evidence.verify.bits": "verify_bits",
         "headstart.evidence.mutants": "run_mutants",
+        "headstart.evidence.verify.soak": "soak",
         "headstart.evidence.tile_bounds": "brute_force",
         "headstart.evidence.verify.transcript": "verify_transcript",
     }.items():

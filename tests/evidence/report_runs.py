@@ -23,6 +23,7 @@ from headstart.evidence.tuning import results as tuning
 from headstart.evidence.tuning.results import KeyResult, LeftOut, PointResult, TrialResult
 from headstart.evidence.verify.bits import Bits
 from headstart.evidence.verify.figures import Measured
+from headstart.evidence.verify.soak import Sample, Soak
 from headstart.evidence.verify.tolerances import Tolerance
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
@@ -339,6 +340,11 @@ def everything(folder: Path) -> list[Path]:
     replay = Transcript(implementation="triton", form="plain", convolution=True, seed=3,
                         device="cuda:0", turns=40, rows=812, events={"restored": 5},
                         excess=0.4)  # fmt: skip
+    held = [Sample(seconds=n, laps=4 * n, host_bytes=3 * 2**30, device_bytes=2**20 + n,
+                   scratch_bytes=2**20) for n in range(3)]  # fmt: skip
+    soak = Soak(implementation="triton", device="cuda:0", seed=0, threads=4, seconds=2.0, laps=8,
+                sequences=300, calls={"gated_delta_rule": 90}, compared=70, samples=tuple(held),
+                failure=None)  # fmt: skip
     count = Count(rules="causal", blocks=900, visited=5000, lost=0, idle=0, lower=70, upper=60,
                   unmasked=0)  # fmt: skip
     saving = Saving(case="oss-16k-win", tiling=(64, 64), before=32896, after=767)
@@ -352,6 +358,7 @@ def everything(folder: Path) -> list[Path]:
             "verify": verifications(),
             "bits": [bits],
             "transcript": [replay],
+            "soak": [soak],
             "mutants": mutants(),
             "tiles": [count, saving],
             "static": static(),

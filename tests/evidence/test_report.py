@@ -61,6 +61,8 @@ def test_a_page_shows_every_kind_of_run(whole):
         "gdn-next-2048 2,048 flashqla missing",
         "oss-16k-win hopper o WRONG 2500%",
         "0 of 120 tensors differ",
+        "triton cuda:0 4 2 8 3,072.0 1.0 1.0 right",
+        "0.0 minutes of 4 threads: 8 laps of 300 sequences, 70 tensors compared",
         "nobody-looks SURVIVES",
         "same-sum equivalent - not asked The same-sum is wrong. Equivalent: Adds nothing.",
         "carry-scaled rule at 1,200 tokens 13.7 x lets it live",
@@ -117,8 +119,8 @@ def test_verdicts_say_what_fails(whole):
     found = re.findall(r'<li class="(good|bad)">\s*<span class="what">([a-z ]+)<', whole)
     assert {what: tone for tone, what in found} == {
         "times": "good", "stages": "good", "errors": "bad", "bits": "good", "transcripts": "good",
-        "tile bounds": "good", "mutants": "bad", "kernels": "bad", "statistics": "good",
-        "traffic": "good", "configurations": "bad", "bundles": "bad",
+        "soak": "good", "tile bounds": "good", "mutants": "bad", "kernels": "bad",
+        "statistics": "good", "traffic": "good", "configurations": "bad", "bundles": "bad",
     }  # fmt: skip
 
 
@@ -420,7 +422,7 @@ def test_command_prints_and_fills_in_tables(all_runs, tmp_path):
     document.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
     done = run(all_runs, "--markdown", "--into", document)
     assert done.exit_code == 0
-    assert "results of 12 runs" in done.stdout
+    assert "results of 13 runs" in done.stdout
     assert row_of(document.read_text(), "gdn-next-8k")[-2] == "headstart"
     (tmp_path / "empty").mkdir()
     done = run(tmp_path / "empty", "--markdown", "--into", document)

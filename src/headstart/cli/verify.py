@@ -22,6 +22,7 @@ AGAINST = ("reference", "onnxruntime", "transformers", "fla", "flashinfer", "sdp
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 PARTS = {
     "bits": "headstart.cli.verify_promises",
+    "soak": "headstart.cli.verify_soak",
     "transcript": "headstart.cli.verify_promises",
     "tiles": "headstart.cli.verify_tiles",
     "mutants": "headstart.cli.verify_mutants",

@@ -21,6 +21,7 @@ from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 from headstart.evidence.tuning.results import KeyResult, LeftOut
 from headstart.evidence.verify.bits import Bits
+from headstart.evidence.verify.soak import Soak
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
 
@@ -157,7 +158,8 @@ def _errors(files: Sequence[RunFile]) -> list[Section]:
 def _bits(files: Sequence[RunFile]) -> list[Section]:
     checks = [one for _, one in results(files, Bits)]
     replays = [one for _, one in results(files, Transcript)]
-    if not checks and not replays:
+    soaks = [one for _, one in results(files, Soak)]
+    if not checks and not replays and not soaks:
         return []
     section = Section(
         "bits",
@@ -167,6 +169,7 @@ def _bits(files: Sequence[RunFile]) -> list[Section]:
     )
     section.tables += [tables.bits(checks)] if checks else []
     section.tables += [tables.transcripts(replays)] if replays else []
+    section.tables += [tables.soaks(soaks)] if soaks else []
     return [section]
 
 

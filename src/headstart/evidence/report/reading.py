@@ -23,6 +23,7 @@ from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
 from headstart.evidence.tuning.results import KeyResult, LeftOut
 from headstart.evidence.verify.bits import Bits
+from headstart.evidence.verify.soak import Soak
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
 
@@ -53,6 +54,7 @@ KINDS: dict[str, Any] = {
     "verify": Verification,
     "bits": Bits,
     "transcript": Transcript,
+    "soak": Soak,
     "tiles": Count | Saving,
     "mutants": Found,
     "static": Compiled,

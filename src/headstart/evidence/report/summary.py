@@ -54,6 +54,18 @@ def _transcript(found: list[Any]) -> tuple[str, bool]:
     return f"{broken:,} of {len(found):,} transcripts broken, {rows:,} rows compared", bool(broken)
 
 
+def _soak(found: list[Any]) -> tuple[str, bool]:
+    failures = [f"{one.implementation}: {words}" for one in found for words in one.failures]
+    laps, sequences, compared = (
+        sum(getattr(one, name) for one in found) for name in ("laps", "sequences", "compared")
+    )
+    sentence = (
+        f"{sum(one.seconds for one in found) / 60:.1f} minutes of {found[0].threads:,} threads: "
+        f"{laps:,} laps of {sequences:,} sequences, {compared:,} tensors compared"
+    )
+    return "; ".join([sentence, *failures]), bool(failures)
+
+
 def _tiles(found: list[Any]) -> tuple[str, bool]:
     counts = [one for one in found if isinstance(one, Count)]
     violations = sum(one.violations for one in counts)
@@ -209,6 +221,7 @@ TOLD = {
     "verify": ("errors", _verify),
     "bits": ("bits", _bits),
     "transcript": ("transcripts", _transcript),
+    "soak": ("soak", _soak),
     "tiles": ("tile bounds", _tiles),
     "mutants": ("mutants", _mutants),
     "bench": ("times", _bench),

@@ -15,6 +15,7 @@ from headstart.evidence.report.reading import Benched, Compiled, RunFile
 from headstart.evidence.stages import AS_IT_STANDS, StagesResult
 from headstart.evidence.tile_bounds import Count, Saving
 from headstart.evidence.verify.bits import Bits
+from headstart.evidence.verify.soak import Soak
 from headstart.evidence.verify.transcript import Transcript
 from headstart.evidence.verify.verification import Verification
 
@@ -196,6 +197,27 @@ def transcripts(found: Sequence[Transcript]) -> Table:
     columns = ("implementation", "form", "device", "seed", "turns", "rows", "events",
                "of tolerance", "")  # fmt: skip
     return table("Transcripts replayed in float64", columns, rows)
+
+
+def soaks(found: Sequence[Soak]) -> Table:
+    """Every soak, and what the process held at each stop."""
+    rows = [
+        (
+            one.implementation,
+            one.device,
+            one.threads,
+            f"{sample.seconds:.0f}",
+            sample.laps,
+            *(f"{n / 2**20:,.1f}" for n in (sample.host_bytes, sample.device_bytes,
+                                            sample.scratch_bytes)),
+            Cell("; ".join(one.failures), "bad") if one.failures else Cell("right", "good"),
+        )
+        for one in found
+        for sample in one.samples
+    ]  # fmt: skip
+    columns = ("implementation", "device", "threads", "seconds", "laps", "host MiB", "device MiB",
+               "scratch MiB", "of the whole soak")  # fmt: skip
+    return table("What the process held while it soaked", columns, rows)
 
 
 def mutants(found: Sequence[Found]) -> Table:

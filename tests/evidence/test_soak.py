@@ -1,0 +1,134 @@
+"""A soak finds other bits, values far off, lost memory and hanging threads, and passes without."""
+
+import functools
+import threading
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tests.implementations import DEVICE, INTERPRETED, KERNELS
+
+import headstart
+from headstart.cli.commands import headstart as command
+from headstart.evidence import runs
+from headstart.evidence.verify import soak as soaks
+from headstart.evidence.verify.soak import Sample, Soak, soak
+
+MIB = 2**20
+
+
+def changed(monkeypatch, name, change):
+    """Let what an operation gives be changed: `change(result, call's keywords)`."""
+    real = getattr(headstart, name)
+
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        return change(real(*args, **kwargs), kwargs)
+
+    monkeypatch.setattr(headstart, name, call)
+
+
+def next_float(x):
+    return torch.nextafter(x, x + 1)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(INTERPRETED, reason="a lap takes minutes in the interpreter")
+@pytest.mark.parametrize("implementation", ["triton", "hopper"] if KERNELS else ["torch"])
+def test_threads_keep_their_bits_and_the_process_its_memory(implementation):
+    device = torch.device(DEVICE)
+    if implementation == "hopper" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("Hopper's kernels are for Hopper")
+    found = soak(implementation, device=device, seconds=3.0, threads=3)
+    assert found.failures == []
+    assert found.laps > found.threads
+    assert found.compared > found.laps
+    assert set(found.calls) == {
+        "causal_conv1d", "extend_attention", "gated_delta_rule", "write_kv",
+    }  # fmt: skip
+    assert len(found.samples) > 2
+
+
+@pytest.mark.parametrize(
+    ("operation", "says"),
+    [("gated_delta_rule", "o of the rule"), ("extend_attention", "o of attention")],
+)
+def test_a_bit_that_depends_on_the_batch_ends_it(monkeypatch, operation, says):
+    def jitter(found, given):
+        alone = given.get("schedule", given.get("plan")).N == 1
+        if isinstance(found, torch.Tensor):
+            return found if alone else next_float(found)
+        return found if alone else found._replace(o=next_float(found.o))
+
+    changed(monkeypatch, operation, jitter)
+    found = soak("torch", seconds=2.0, threads=1)
+    assert f"{says} has other bits alone than in its batch" in found.failure
+    assert found.failures == [found.failure]
+
+
+def test_a_default_mode_that_is_far_off_ends_it(monkeypatch):
+    def off(found, given):
+        return found if given.get("reproducible") else 1.05 * found
+
+    changed(monkeypatch, "extend_attention", off)
+    assert "of the default mode is off" in soak("torch", seconds=2.0, threads=1).failure
+
+
+def test_a_refusal_of_a_legal_call_ends_it(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("slots: expected fewer")
+
+    monkeypatch.setattr(headstart, "write_kv", refuse)
+    found = soak("torch", seconds=2.0, threads=2)
+    assert "lap 0: ValueError: slots: expected fewer" in found.failure
+
+
+def test_a_thread_that_hangs_is_told_with_its_stack(monkeypatch, capfd):
+    woken = threading.Event()
+    monkeypatch.setattr(soaks, "PATIENCE", 1.0)
+    monkeypatch.setattr(headstart, "write_kv", lambda *args, **kwargs: woken.wait(60))
+    began = time.monotonic()
+    found = soak("torch", seconds=5.0, threads=1)
+    woken.set()
+    assert found.failure == "hangs for 1 s: thread 0 in lap 0"
+    assert time.monotonic() - began < 30
+    assert "in attention" in capfd.readouterr().err
+
+
+def held(*megabytes, name="device_bytes"):
+    """A soak whose samples hold so much."""
+    base = {"host_bytes": 10 * MIB, "device_bytes": 10 * MIB, "scratch_bytes": 0}
+    samples = [
+        Sample(seconds=n, laps=n, **base | {name: int(size * MIB)})
+        for n, size in enumerate(megabytes)
+    ]
+    return Soak(implementation="triton", device="cuda", seed=0, threads=1, seconds=9.0, laps=9,
+                sequences=9, calls={}, compared=9, samples=samples, failure=None)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "lost"),
+    [
+        (held(1, 100, 100), False),
+        (held(100, 100, 100.5), False),
+        (held(100, 100, 120), True),
+        (held(100, 100, 160, name="host_bytes"), False),
+        (held(100, 100, 200, name="host_bytes"), True),
+    ],
+)
+def test_memory_may_grow_at_first_but_not_for_ever(found, lost):
+    assert bool(found.failures) == lost
+    if lost:
+        assert "more at the end than in the middle" in found.failures[0]
+
+
+def test_the_command_keeps_what_it_found(tmp_path):
+    file = tmp_path / "soak.json"
+    words = ["verify", "soak", "--seconds", "0.5", "--threads", "2", "--json", str(file)]
+    result = CliRunner().invoke(command, words, prog_name="headstart")
+    assert result.exit_code == 0, result.output
+    assert "torch" in result.output
+    (found,) = runs.load(file, Soak, "soak").results
+    assert found.threads == 2
+    assert found.samples[-1].seconds >= 0.5
