@@ -75,24 +75,43 @@ def test_no_length_leads_outside_a_profile(target, model):
         assert set(programs_of(rehearsal)) <= set(known), (case.id, drawn)
 
 
-def test_what_a_model_calls_is_in_its_profile():
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("tiny-qwen3-next", "float32"),
+        ("tiny-qwen3-next", "bfloat16"),
+        ("tiny-gpt-oss", "bfloat16"),  # its experts' products on meta tensors take no other
+    ],
+)
+def test_what_a_model_calls_is_in_its_profile(name, dtype, monkeypatch):
     """The model itself, on tensors that stand for a device's: its own layers, caches and plans."""
     transformers = pytest.importorskip("transformers")
-    from headstart.integrations.transformers import HybridCache, enable
+    from headstart.integrations.transformers import HybridCache, disable, enable
 
-    name, target = "tiny-qwen3-next", TARGETS["cuda:90"]
-    model = enable(transformers.AutoModelForCausalLM.from_pretrained(checkpoints.path(name)))
+    target = TARGETS["cuda:90"]
+    cases = [dataclasses.replace(case, dtype=dtype) for case in profile(name)]
+    monkeypatch.setattr(profiles, "profile", lambda _: cases)
+    kept = getattr(torch, dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.path(name), dtype=kept)
     model = model.to("meta")
 
     def tokens(batch, length):
         return torch.empty(batch, length, dtype=torch.int64, device="meta")
 
     with torch.inference_mode(), rehearsing(target, PROCESSORS["cuda:90"]) as rehearsal:
-        for batch in (1, 3):
-            cache = HybridCache(model, snapshot_every=64)
-            for length in (300, 1, 77, 64, 1):
-                model(tokens(batch, length), cache=cache)
-    assert len({launch.kernel for launch in rehearsal.launches}) == 7
+        for reproducible in (False, True):
+            enable(model, reproducible=reproducible)
+            for batch in (1, 3):
+                for cache in (
+                    HybridCache(model, snapshot_every=64),
+                    transformers.DynamicCache(config=model.config),
+                ):
+                    for length in (300, 1, 77, 64, 1):
+                        model(tokens(batch, length), cache=cache)
+            disable(model)
+    launched = {launch.kernel.__name__ for launch in rehearsal.launches}
+    assert launched >= {"extend_kernel", "unified_kernel", "write_kernel"}
+    assert ("scan_kernel" in launched) == (name == "tiny-qwen3-next")
     assert set(programs_of(rehearsal)) <= set(reach(target, [name]).programs)
 
 

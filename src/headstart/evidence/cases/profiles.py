@@ -20,7 +20,7 @@ from headstart.evidence.cases import catalogue, delta_block
 from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.extend_attention import NOSINK, AttentionCase
 from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
-from headstart.evidence.cases.record import Case
+from headstart.evidence.cases.record import Case, Draws
 from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.declined import Declined
 from headstart.runtime.rehearsal import rehearsing
@@ -28,6 +28,34 @@ from headstart.runtime.static import Target
 from headstart.runtime.tables import Key, tables_for, using
 
 CATALOGUE = "catalogue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxLayer(AttentionCase):
+    """A case as the layers of a model call it: sinks are weights, in its dtype.
+
+    With layout "rows" the caches of transformers call it too.
+    """
+
+    def _arguments(self, draws: Draws, dtype: torch.dtype) -> dict[str, Any]:
+        call = super()._arguments(draws, dtype)
+        return call | {"sinks": draws.place(call["sinks"], dtype)} if self.sinks else call
+
+    def in_rows_of_its_own(self) -> Iterator[dict[str, Any]]:
+        """The calls on keys [N, most, HK, D], new ones included: token by token, head by head."""
+        from headstart import ExtendPlan, KVCache
+
+        q = torch.empty(self.tokens, self.HQ, self.D, dtype=self.torch_dtype, device="meta")
+        ends = [new + cached for new, cached in zip(self.lengths, self.cached, strict=True)]
+        shape = len(ends), max(ends), self.HK, self.D
+        plan = ExtendPlan.from_padded(
+            list(self.lengths), ends, max(ends), new_in_cache=True, device="meta"
+        )
+        for order in (0, 1, 2, 3), (0, 2, 1, 3):
+            k, v = (q.new_empty([shape[i] for i in order]).permute(order) for _ in range(2))
+            call = {"q": q, "k": None, "v": None, "plan": plan, "cache": KVCache(k, v)}
+            sinks = {"sinks": q.new_empty(self.HQ)} if self.sinks else {}
+            yield call | sinks | {"window": self.window}
 
 
 def _linear(H: int, HV: int, dtype: str = "bfloat16") -> Iterator[Case]:
@@ -76,7 +104,7 @@ def _softmax(
     """Softmax layers: prompts without a cache, on rows, on slots and on pages of these sizes."""
     for window in windows:
         make = partial(
-            AttentionCase, HQ=HQ, HK=HK, D=D, sinks=sinks, dtype=dtype, window=window,
+            SoftmaxLayer, HQ=HQ, HK=HK, D=D, sinks=sinks, dtype=dtype, window=window,
             why="a model's softmax layer",
         )  # fmt: skip
         for name, lengths, prefixes in (
@@ -156,6 +184,10 @@ def calls(case: Case) -> Iterator[Callable[[], object]]:
             v = torch.empty(case.tokens, case.HK, case.value_size, dtype=k.dtype, device="meta")
             slots = torch.empty(case.tokens, dtype=torch.int64, device="meta")
             yield partial(headstart.write_kv, k, v, arguments["cache"], slots)
+    if isinstance(case, SoftmaxLayer) and case.layout == "rows":
+        for arguments in case.in_rows_of_its_own():
+            yield partial(headstart.extend_attention, **arguments)
+            yield partial(headstart.extend_attention, **arguments, reproducible=True)
 
 
 def _uncached(case: DeltaBlockCase, block: dict[str, Any]) -> Iterator[Callable[[], object]]:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from headstart.integrations.transformers.adapters import Adapter
     from headstart.integrations.transformers.forward import Forward
 
+COPIED = 64
+"""New tokens of a sequence from which on the keys of transformers' caches, which lie head by head,
+are copied: kernels take rows that lie token by token in whole tiles."""
+
 
 def padding_mask(
     *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: Any
@@ -85,7 +89,10 @@ def attention(
                 f"past_key_values: expected at most {total} keys in layer {module.layer_idx}, got "
                 f"{rows} (reset() of older transformers keeps the keys); start a new cache"
             )
-        memory = KVCache(key.transpose(1, 2), value.transpose(1, 2))
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        if forward.length >= COPIED:
+            k, v = k.contiguous(), v.contiguous()
+        memory = KVCache(k, v)
         place |= {"k": None, "v": None, "plan": forward.padded_plan(key.shape[2]), "cache": memory}
     o = adapter.call(
         module.layer_idx,
