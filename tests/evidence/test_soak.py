@@ -14,6 +14,7 @@ from headstart.cli.commands import headstart as command
 from headstart.evidence import runs
 from headstart.evidence.verify import soak as soaks
 from headstart.evidence.verify.soak import Sample, Soak, soak
+from headstart.runtime.static import TARGETS
 
 MIB = 2**20
 
@@ -48,6 +49,16 @@ def test_threads_keep_their_bits_and_the_process_its_memory(implementation):
         "causal_conv1d", "extend_attention", "gated_delta_rule", "write_kv",
     }  # fmt: skip
     assert len(found.samples) > 2
+
+
+def test_what_laps_launch_on_a_gpu_is_known_beforehand(monkeypatch):
+    monkeypatch.setattr(soaks, "target_of", lambda device: TARGETS["cuda:90"])
+    monkeypatch.setattr(soaks, "processors", lambda device: 132)
+    monkeypatch.setattr(soaks, "REHEARSED", 3)
+    found = soaks._programs("triton", torch.device("cuda"), 0, 2)
+    names = {program.name for program in found.values()}
+    assert names >= {"convolve_kernel", "prepare_kernel", "scan_kernel", "write_kernel",
+                     "extend_kernel", "unified_kernel"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

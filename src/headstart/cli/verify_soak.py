@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
               help="Of each implementation, from the first laps on.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True,
               help="Each with a stream, caches and scratch of its own.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N",
+              help="Compilers, before the first laps on a GPU; one a core.")  # fmt: skip
 @seed_option("Of the laps.")
 @click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
 @click.pass_context
@@ -30,6 +33,7 @@ def soak(
     device: str,
     seconds: float,
     threads: int,
+    jobs: int | None,
     seed: int,
     json_file: str | None,
 ) -> None:
@@ -46,15 +50,16 @@ def soak(
     if json_file is not None:
         runs.expect_writable(json_file)
     where, found = device_of(device), []
+    jobs = jobs or len(os.sched_getaffinity(0))
     for name in implementations("gated_delta_rule", implementation):
         with progress_bar(f"soak of {name}", int(seconds)) as show:
 
             def told(sample: Sample, show: Any = show) -> None:
                 show(min(int(sample.seconds), int(seconds)))
 
-            found.append(
-                run(name, device=where, seconds=seconds, threads=threads, seed=seed, told=told)
-            )
+            one = run(name, device=where, seconds=seconds, threads=threads, jobs=jobs, seed=seed,
+                      told=told)  # fmt: skip
+            found.append(one)
         if json_file is not None:  # after each: a run that is cut short is not lost
             options = {"implementation": implementation, "seconds": seconds, "threads": threads,
                        "seed": seed}  # fmt: skip
