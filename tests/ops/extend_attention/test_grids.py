@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from tests.implementations import KERNELS
-from tests.ops.extend_attention.oracle import draw, expect_close, expected
+from tests.implementations import DEVICE, KERNELS, by_name
+from tests.ops.extend_attention.oracle import ROUNDING, draw, expect_close, expected
+from tests.ops.extend_attention.test_caches import stored
 from tests.ops.extend_attention.test_kernels import run
+
+import headstart
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -32,3 +35,35 @@ def test_more_than_a_thousand_blocks(reproducible):
     batch = draw([1, 0] * 520, [0, 1, 3, 5] * 260, 1, 1, 16, seed=2)
     found = run((16, 16, 64), batch.arguments(), reproducible=reproducible)
     expect_close(found, expected(batch))
+
+
+KINDS = {
+    "full": ({}, None),
+    "window": ({"window": 60}, None),
+    "window, scattered keys": ({"window": 60}, "slots"),
+    "mask": ({}, "pages of 64"),
+    "reproducible": ({"reproducible": True}, "pages of 64"),
+    "reproducible, window": ({"reproducible": True, "window": 60}, None),
+}
+"""What a configuration is chosen by besides sizes and dtype -> options, and where a prefix lies."""
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="as many programs take minutes in the interpreter")
+@pytest.mark.parametrize("size", [64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_configuration_over_a_thousand_blocks(size, dtype, kind):
+    """As the device's rule or table has it; a program for each sequence and head at least."""
+    options, layout = KINDS[kind]
+    prefix = [(0, 130, 7, 64)[n % 4] for n in range(40)] if layout else None
+    batch = draw([(1, 33, 70)[n % 3] for n in range(40)], prefix, 28, 28, size, dtype=dtype, seed=6)
+    arguments = stored(batch, layout, False) if layout else batch.arguments()
+    rules = {name: value for name, value in options.items() if name != "reproducible"}
+    if kind == "mask":
+        at = torch.Generator().manual_seed(6)
+        sizes = zip(batch.lengths, batch.prefix, strict=True)
+        rules["masks"] = [torch.rand(n, p + n, generator=at) < 0.5 for n, p in sizes]
+        options = {"custom_mask": torch.cat([mask.flatten() for mask in rules["masks"]])}
+    attend = by_name(headstart.extend_attention, "triton")
+    found = attend(**arguments, **options, return_lse=True)
+    expect_close(found, expected(batch, **rules), 2 * ROUNDING[dtype])
