@@ -37,7 +37,7 @@ def installed(fake, monkeypatch):
 
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
     monkeypatch.setattr(triton.compiler, "compile", fake.compile)
-    monkeypatch.setattr(launcher, "PREPARED", {"cpu"})
+    monkeypatch.setattr(launcher, "prepares", lambda x: True)
     for module in (launch, portable):
         monkeypatch.setattr(module, "INTERPRETED_AS", 90)
     for module in (launch, attention):

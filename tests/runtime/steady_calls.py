@@ -41,7 +41,7 @@ def is_steady(driver):
 
 def the_long_way(monkeypatch, driver, call, implementation, **more):
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "PREPARED", set())
+        patch.setattr(launcher, "prepares", lambda x: False)
         return launched(driver, call, implementation, **more)
 
 

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from tests.implementations import KERNELS
 from tests.runtime.bundled import rehearsed
 
+from headstart.cli import main
 from headstart.ops.convolution.triton.norm import norm_kernel
-from headstart.runtime.bundle import Bundle
+from headstart.runtime.bundle import KEY, Bundle
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
 
@@ -96,6 +97,24 @@ def test_a_description_that_is_none_is_named(copied, program, text):
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=f"{file} is damaged"):
         copied.compiled(program)
+
+
+def test_the_command_lists_what_is_whole_and_names_the_rest(copied, program, capsys):
+    folder = copied.folder(program)
+    for name in ("description", "program"):
+        shutil.copytree(folder, folder.with_name(f"{name}-{folder.name.rpartition('-')[2]}"))
+    folder.with_name(f"description-{program.key[:KEY]}").joinpath("artefact.json").write_text("{")
+    folder.with_name(f"program-{program.key[:KEY]}").joinpath("program.cubin").unlink()
+    with pytest.raises(SystemExit) as ended:
+        main(["bundle", "list", str(copied.path)])
+    said = capsys.readouterr()
+    assert ended.value.code == 1
+    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [
+        ["norm_kernel", "cuda:90"], ["norm_kernel", "hip:gfx942"],
+    ]  # fmt: skip
+    damaged, gone = said.err.splitlines()
+    assert "artefact.json is damaged" in damaged
+    assert "program.cubin: No such file" in gone
 
 
 def test_a_stale_artefact_is_named(copied, monkeypatch):

@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import random
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -203,6 +204,25 @@ def test_a_process_begun_anew_computes_the_same_bits():
     assert theirs == digest()
 
 
+@contextmanager
+def no_memory_left():
+    """The process may take no more of the device, and what it has taken holds no gap."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(room)
+    held, size = [], 2**30
+    while size >= 512:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        except torch.OutOfMemoryError:
+            size //= 2
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @torch.inference_mode()
 def test_where_memory_ends_nothing_has_changed_and_the_call_is_made_again():
     T, HV, H = 16_384, 32, 16
@@ -218,20 +238,13 @@ def test_where_memory_ends_nothing_has_changed_and_the_call_is_made_again():
     how: dict[str, Any] = {"schedule": Schedule([T], device=DEVICE), "qk_l2norm": True}
     how |= {"gate": Gate.log(beta="logit"), "out": some(T, HV, V)}
     wanted = headstart.gated_delta_rule(*rows, state=twin.at([1]), **how).o.clone()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
+    slots = cache.at(torch.tensor([1], device=DEVICE))
     for turn in ("the long way", "a steady call"):
         how["workspace"] = Workspace(DEVICE)
-        room = (torch.cuda.memory_reserved() + 2**20) / total
-        torch.cuda.set_per_process_memory_fraction(room)
-        try:
-            with pytest.raises(torch.OutOfMemoryError, match="workspace: "):
-                headstart.gated_delta_rule(*rows, state=cache.at([1]), **how)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        with no_memory_left(), pytest.raises(torch.OutOfMemoryError, match="workspace: "):
+            headstart.gated_delta_rule(*rows, state=slots, **how)
         if turn == "the long way":
             assert not any(bool(x.any()) for x in cache.tensors.values())
-        found = headstart.gated_delta_rule(*rows, state=cache.at([1]), **how).o
+        found = headstart.gated_delta_rule(*rows, state=slots, **how).o
         assert torch.equal(found, wanted), turn
         assert same_bits(list(cache.tensors.values()), list(twin.tensors.values())), turn

@@ -143,18 +143,16 @@ PORTABLE = {
 EVERY = [("hopper", name) for name in CALLS] + [("triton", name) for name in CALLS | PORTABLE]
 
 
-@pytest.mark.parametrize(("implementation", "name"), EVERY)
-def test_a_steady_call_launches_what_the_long_way_launches(
-    driver, monkeypatch, implementation, name
-):
+@pytest.mark.parametrize(("by", "name"), EVERY)
+def test_a_steady_call_launches_what_the_long_way_launches(driver, monkeypatch, by, name):
     make = (CALLS | PORTABLE)[name]
     first, call = make(), make()
-    launched(driver, first, implementation)
+    launched(driver, first, by)
     assert not is_steady(driver)
     for again in (call, first, call):
-        result, found = launched(driver, again, implementation)
+        result, found = launched(driver, again, by)
         assert is_steady(driver)
-        expected, wanted = the_long_way(monkeypatch, driver, again, implementation)
+        expected, wanted = the_long_way(monkeypatch, driver, again, by)
         assert not is_steady(driver)
         assert found == wanted
         assert found
@@ -374,7 +372,7 @@ def test_values_are_looked_at_where_that_is_asked_for(driver, monkeypatch):
         rule(((q, k, v, g, beta), {"schedule": on([64])}), "triton")
     g[3] = 1.0
     rule(((q, k, v, g, beta), {"schedule": on([64])}), "triton")
-    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    monkeypatch.setattr("headstart.runtime.checks.asked", True)
     with pytest.raises(ValueError, match="g: expected a log decay <= 0"):
         rule(((q, k, v, g, beta), {"schedule": on([64])}), "triton")
 

@@ -186,24 +186,35 @@ def check(
 @command.command("list")
 @click.argument("directory", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Everything that the artefacts say.")
-def list_programs(directory: str, as_json: bool) -> None:
-    """Print what DIR holds."""
-    from headstart.cli.printing import binary_size, print_json, print_table
-    from headstart.runtime.bundle import Bundle
+@click.pass_context
+def list_programs(ctx: click.Context, directory: str, as_json: bool) -> None:
+    """Print what DIR holds.
 
-    found = list(Bundle(Path(directory)).artefacts())
+    Exits with 1 where a description is damaged or a program is gone, and names it on standard
+    error.
+    """
+    from headstart.cli.printing import binary_size, print_json, print_table
+    from headstart.runtime.bundle import Artefact, Bundle
+
+    found, damaged = [], False
+    for folder in Bundle(Path(directory)).folders():
+        try:
+            artefact = Artefact.read(folder)
+            found.append((artefact.fields, artefact.size()))
+        except ValueError as error:
+            damaged = True
+            print(f"headstart: {error}", file=sys.stderr)
     if as_json:
-        print_json([dict(artefact.fields) for artefact in found])
-        return
-    print_table(
-        ("kernel", "target", "key", "Triton", "size"),
-        [
-            (fields["kernel"], fields["target"], fields["key"][:12], fields["triton"], size)
-            for artefact in found
-            for fields in [artefact.fields]
-            for size in [binary_size(artefact.program.stat().st_size)]
-        ],
-    )
+        print_json([dict(fields) for fields, _ in found])
+    else:
+        print_table(
+            ("kernel", "target", "key", "Triton", "size"),
+            [
+                (one["kernel"], one["target"], one["key"][:12], one["triton"], binary_size(size))
+                for one, size in found
+            ],
+        )
+    ctx.exit(1 if damaged else 0)
 
 
 @command.command()

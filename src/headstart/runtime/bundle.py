@@ -71,6 +71,13 @@ class Artefact:
         """The file that the driver loads."""
         return self.folder / f"program.{BINARIES[self.fields['target'].split(':')[0]]}"
 
+    def size(self) -> int:
+        """Bytes of the program; ValueError where it is not there."""
+        try:
+            return self.program.stat().st_size
+        except OSError as error:
+            raise ValueError(f"bundle: {self.program}: {error.strerror}") from None
+
     def check(self) -> None:
         """Raise ValueError unless both files are what they were when the program was built."""
         for name, file in (("metadata", self.metadata), ("program", self.program)):

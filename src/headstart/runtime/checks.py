@@ -27,9 +27,12 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 
+asked = os.environ.get("HEADSTART_CHECK", "0") == "1"
+
+
 def checking() -> bool:
-    """Whether HEADSTART_CHECK=1 asks for the checks that look at values (they synchronise)."""
-    return os.environ.get("HEADSTART_CHECK", "0") == "1"
+    """Whether HEADSTART_CHECK=1 asked, at import, for checks of values (they synchronise)."""
+    return asked
 
 
 def shown(value: Any) -> str:

@@ -27,7 +27,7 @@ from headstart.runtime.launcher import capturing
 from headstart.runtime.precision import full_float32
 from headstart.runtime.record import recording
 from headstart.runtime.rehearsal import current_rehearsal
-from headstart.runtime.steady import SIGNATURES, Prepared, memory
+from headstart.runtime.steady import SIGNATURES, Prepared, addresses_of, memory
 from headstart.runtime.workspace import Workspace
 
 
@@ -156,7 +156,7 @@ def run(operation: Operation, call: Call, name: str | None = None) -> Any:
     # Kernels say themselves how they multiply; PyTorch's products ask the process.
     with full_float32() if chosen.name in ("torch", "reference") else nullcontext():
         result = chosen.run(call)
-    _count(operation.name, chosen.name)
+    _count((operation.name, chosen.name))
     return result
 
 
@@ -166,19 +166,16 @@ def _rehearse(operation: Operation, call: Call, name: str | None) -> Any:
     if chosen.name not in ("hopper", "triton"):
         raise Declined(f"{operation.name}, implementation {chosen.name}: it launches no kernels.")
     result = chosen.run(call)
-    _tell(operation.name, chosen.name)
+    for watcher in _watchers.get():
+        watcher.append((operation.name, chosen.name))
     return result
 
 
-def _count(operation: str, implementation: str) -> None:
+def _count(served_by: tuple[str, str]) -> None:
     with _lock:
-        served[operation, implementation] += 1
-    _tell(operation, implementation)
-
-
-def _tell(operation: str, implementation: str) -> None:
+        served[served_by] += 1
     for watcher in _watchers.get():
-        watcher.append((operation, implementation))
+        watcher.append(served_by)
 
 
 Signature = tuple[Hashable, list[torch.Tensor]]
@@ -207,13 +204,13 @@ def again(
     facts, tensors = signature
     if type(name) not in NAMED:
         return MISSED
-    addresses = [x.data_ptr() for x in tensors]
+    addresses = addresses_of(tensors)
     known = operation.prepared if among is None else among
     prepared = known.get((facts, name, memory(addresses)))
     if prepared is None or not prepared.fits(addresses):
         return MISSED
     result = prepared.run(tensors, addresses, workspace, schedule)
-    _count(operation.name, prepared.implementation)
+    _count((operation.name, prepared.implementation))
     return result
 
 
@@ -235,7 +232,7 @@ def anew(
     if signature is None or operation.written is None or type(name) not in NAMED:
         return run(operation, call, name)
     facts, tensors = signature
-    key = facts, name, memory([x.data_ptr() for x in tensors])
+    key = facts, name, memory(addresses_of(tensors))
     known = operation.prepared if among is None else among
     if key in known or capturing(call.device):
         return run(operation, call, name)

@@ -143,11 +143,12 @@ def precision(dtype: torch.dtype, backend: str) -> str:
     return "tf32x3" if dtype == torch.float32 and backend == "cuda" else "ieee"
 
 
-PREPARED = {"cuda"}
-"""Types of devices on which a call may be computed as an earlier one was: see `runtime/steady.py`.
+def prepares(x: torch.Tensor) -> bool:
+    """Whether calls on such tensors are computed as earlier ones were: see `runtime/steady.py`.
 
-Elsewhere a call's time on the host does not count.
-"""
+    Elsewhere than on CUDA and ROCm devices a call's time on the host does not count.
+    """
+    return x.is_cuda
 
 
 def current(device: torch.device) -> AbstractContextManager:
@@ -236,15 +237,17 @@ def capturing(device: torch.device) -> bool:
 
 def stream_of(device: torch.device) -> int:
     """The stream that kernels on a device are ordered by now; 0 on a CPU."""
-    return _current_stream()(device.index) if device.type == "cuda" else 0
+    return _stream_reader(device)()
 
 
 @functools.cache
-def _current_stream() -> Callable[[int], int]:
-    """Device index -> handle of its current stream: Triton's way is a tenth of PyTorch's."""
+def _stream_reader(device: torch.device) -> Callable[[], int]:
+    """What reads the handle of a device's current stream: Triton's way is a tenth of PyTorch's."""
+    if device.type != "cuda":
+        return lambda: 0
     if not installed():
-        return lambda index: torch.cuda.current_stream(index).cuda_stream
-    return active_driver().get_current_stream
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return functools.partial(active_driver().get_current_stream, device.index)
 
 
 def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:

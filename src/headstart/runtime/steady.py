@@ -29,7 +29,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -327,7 +327,7 @@ class Prepared:
         self._build = getattr(type(result), "_make", tuple if results is result else _alone)
         self.implementation, self._device = implementation, tensors[0].device
         self._several = self._device.type == "cuda" and torch.cuda.device_count() > 1
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = addresses_of(tensors)
         returned: list[tuple[int, int]] = []
         outputs: list[Output] = []
         for place, (x, rows) in enumerate(zip(results, written, strict=True)):
@@ -358,7 +358,7 @@ class Prepared:
             shifts = [place - begin for place in places if begin <= place < begin + size]
             self._tables.append((build, shifts))
             addresses += [begin + shift for shift in shifts]
-        self.program = Program(record, addresses, [x.data_ptr() for x in kept])
+        self.program = Program(record, addresses, addresses_of(kept))
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether a call may go this way: nobody listens, and no output lies in another tensor.
@@ -399,15 +399,23 @@ class Prepared:
                 x[written:].zero_()
             results[place] = x
             addresses.append(x.data_ptr())
-        for build, shifts in self._tables:
-            begin = schedule.on_device(build).data_ptr()
-            addresses += [begin + shift for shift in shifts]
+        if self._tables:
+            addresses += schedule.found.get(self) or self._look_up(schedule)
         if not program.scratch:
             workspace = None
         elif workspace is None:
             workspace = workspace_of(device, stream)
         program.run(stream, addresses, workspace)
         return self._build(results)
+
+    def _look_up(self, schedule: Any) -> list[int]:
+        """Where kernels read in a schedule's tables, which it knows as long as they stay."""
+        found = schedule.found[self] = [
+            schedule.on_device(build).data_ptr() + shift
+            for build, shifts in self._tables
+            for shift in shifts
+        ]
+        return found
 
 
 def _pointers(record: Record) -> set[int]:
@@ -439,36 +447,40 @@ def _bytes(x: torch.Tensor) -> int:
     return (reach + 1) * x.element_size()
 
 
-TENSORS = (torch.Tensor, torch.nn.Parameter)
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_GRADED = attrgetter("requires_grad")
 
 
 def plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are tensors in rows and columns, none of which needs a gradient now.
+    """Whether these are tensors, none of which needs a gradient now.
 
     >>> plain([torch.zeros(2)]), plain([[0.0, 0.0]])
     (True, False)
     """
-    graded = torch.is_grad_enabled()
-    for x in tensors:
-        if type(x) not in TENSORS or x.layout is not torch.strided or (graded and x.requires_grad):
-            return False
-    return True
+    if not TENSORS.issuperset(map(type, tensors)):
+        return False
+    return not torch.is_grad_enabled() or not any(map(_GRADED, tensors))
 
 
 def layouts(tensors: Sequence[Any]) -> list[Any] | None:
-    """What `layout` says of tensors, one after another; None where `plain` would say no."""
-    graded = torch.is_grad_enabled()
-    found: list[Any] = []
-    for x in tensors:
-        if type(x) not in TENSORS or x.layout is not torch.strided or (graded and x.requires_grad):
-            return None
-        found += x.shape, x.stride(), x.dtype, x.device
-    return found
+    """What signatures hold of tensors, beside addresses.
+
+    None where they are none in rows and columns, or one of them needs a gradient now.
+
+    >>> layouts([torch.zeros(2, 3), [0.0]]), layouts([torch.zeros(2).to_sparse()])
+    (None, None)
+    """
+    if not plain(tensors):
+        return None
+    try:
+        return [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    except RuntimeError:  # of tensors without strides
+        return None
 
 
-def layout(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a signature holds of a tensor, beside its address."""
-    return x.shape, x.stride(), x.dtype, x.device
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where tensors begin."""
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def memory(addresses: list[int]) -> tuple[Any, Any]:
@@ -480,6 +492,6 @@ def memory(addresses: list[int]) -> tuple[Any, Any]:
     aligned = (
         None if not functools.reduce(or_, addresses) & 15 else tuple(x & 15 for x in addresses)
     )
-    if len(set(addresses)) == len(addresses):
+    if len({*addresses}) == len(addresses):
         return aligned, None
     return aligned, tuple(map(addresses.index, addresses))

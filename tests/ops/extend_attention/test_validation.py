@@ -220,7 +220,7 @@ def test_checks_find_values_that_are_not_finite(monkeypatch, name, value):
     batch = draw([3, 2], [4, 1], 4, 2, 8)
     getattr(batch, name)[4, 0, 3] = value
     call(**{name: getattr(batch, name)})
-    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    monkeypatch.setattr("headstart.runtime.checks.asked", True)
     call()
     with pytest.raises(ValueError, match=f"{name}: expected finite values"):
         call(**{name: getattr(batch, name)})
@@ -230,7 +230,7 @@ def test_checks_find_values_that_are_not_finite(monkeypatch, name, value):
 def test_checks_find_sinks_that_are_no_logits(monkeypatch, value):
     sinks = torch.tensor([0.0, value, -1.0, -torch.inf])
     call(sinks=sinks)
-    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    monkeypatch.setattr("headstart.runtime.checks.asked", True)
     call(sinks=sinks.nan_to_num(0, 0))
     with pytest.raises(ValueError, match="sinks: expected finite logits or -inf"):
         call(sinks=sinks)

@@ -23,7 +23,7 @@ def rule(implementation):
 @pytest.fixture
 def checked(monkeypatch):
     """What a device does not look at on its own is looked at."""
-    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    monkeypatch.setattr("headstart.runtime.checks.asked", True)
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_what_a_short_call_launches_compiles(monkeypatch, name):
 
 
 def test_a_step_of_another_window_has_another_signature(monkeypatch):
-    monkeypatch.setattr(launcher, "PREPARED", {"cpu"})
+    monkeypatch.setattr(launcher, "prepares", lambda x: True)
     found = []
     for lengths in ([9, 9], [8, 10], [10, 8]):
         call = bound(lengths, drafts=17, starts=[200, 70])

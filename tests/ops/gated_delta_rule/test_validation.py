@@ -466,7 +466,7 @@ def test_the_cache_may_be_filled_under_inference_mode_and_used_outside(rule):
 )
 def test_checks_look_at_values_when_asked(monkeypatch, changes, says):
     headstart.gated_delta_rule(**tensors(**changes))
-    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    monkeypatch.setattr("headstart.runtime.checks.asked", True)
     refused(says, **tensors(**changes))
     headstart.gated_delta_rule(**tensors())
     x = tensors()
@@ -475,7 +475,7 @@ def test_checks_look_at_values_when_asked(monkeypatch, changes, says):
 
 
 def test_checks_look_only_at_rows_that_belong_to_a_sequence(monkeypatch):
-    monkeypatch.setenv("HEADSTART_CHECK", "1")
+    monkeypatch.setattr("headstart.runtime.checks.asked", True)
     x = tensors()
     for tensor in x.values():
         tensor[60:] = torch.nan

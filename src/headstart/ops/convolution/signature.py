@@ -11,7 +11,7 @@ from headstart.ops.gated_delta_rule.signature import REFUSED, snapshot_facts, st
 from headstart.runtime import launcher
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
-from headstart.runtime.steady import layout, plain
+from headstart.runtime.steady import layouts
 
 
 def convolution_signature(
@@ -21,16 +21,15 @@ def convolution_signature(
     """The signature of a call of `causal_conv1d`."""
     if (
         type(x) is not Tensor
-        or x.device.type not in launcher.PREPARED
+        or not launcher.prepares(x)
         or type(schedule) is not Schedule
         or type(return_state) is not bool
         or type(activation) not in NAMED
         or checking()
     ):
         return None
-    tensors = [x, weight]
-    tensors += [given for given in (bias, out) if given is not None]
-    given = len(tensors)
+    tensors = [x, weight, *[given for given in (bias, out) if given is not None]]
+    of_rows = layouts(tensors)
     step = schedule.facts
     count, _, kept, _, _, capacity = step
     if capacity is not None:
@@ -40,11 +39,11 @@ def convolution_signature(
         of_state = state_facts(state, count, x.device, tensors)
     if snapshots is not None:
         of_snapshots = snapshot_facts(snapshots, state, kept, x.device, tensors)
-    if of_state is REFUSED or of_snapshots is REFUSED or not plain(tensors[:given]):
+    if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
         return None
     facts = (
         bias is None, out is None, return_state, activation, schedule.device, step,
-        of_state, of_snapshots, *map(layout, tensors[:given]),
+        of_state, of_snapshots, *of_rows,
     )  # fmt: skip
     return facts, tensors
 
@@ -53,10 +52,11 @@ def norm_signature(x: Any, weight: Any, gate: Any, eps: Any, activation: Any) ->
     """The signature of a call of `rms_norm_gated`."""
     if (
         type(x) is not Tensor
-        or x.device.type not in launcher.PREPARED
+        or not launcher.prepares(x)
         or type(eps) not in NUMBERS
         or type(activation) not in NAMED
-        or not plain((x, weight, gate))
     ):
         return None
-    return (eps, activation, layout(x), layout(weight), layout(gate)), [x, weight, gate]
+    tensors = [x, weight, gate]
+    of_rows = layouts(tensors)
+    return None if of_rows is None else ((eps, activation, *of_rows), tensors)

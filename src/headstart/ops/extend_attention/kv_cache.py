@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,6 +89,20 @@ class KVCache:
         else:
             words = "a finite scale > 0 of float32"
             expect_number(name, scale, words, lambda scale: scale > 0 and in_float32(scale))
+
+    @functools.cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that a kernel reads: k, v, and scales that are tensors."""
+        held = self.k, self.v, self.k_scale, self.v_scale
+        return tuple(x for x in held if isinstance(x, torch.Tensor))
+
+    @functools.cached_property
+    def facts(self) -> tuple[Any, ...]:
+        """What signatures hold of a cache, beside addresses: see `runtime/steady.py`."""
+        scales = [
+            None if isinstance(x, torch.Tensor) else (x,) for x in (self.k_scale, self.v_scale)
+        ]
+        return *scales, *[(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
 
     @property
     def quantised(self) -> bool:

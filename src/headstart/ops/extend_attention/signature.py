@@ -16,8 +16,10 @@ from headstart.ops.extend_attention.plan import ExtendPlan
 from headstart.runtime import launcher
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
-from headstart.runtime.steady import layout, plain
+from headstart.runtime.steady import layouts, plain
 from headstart.runtime.workspace import Workspace
+
+CACHES = (KVCache, type(None))
 
 
 def signature(
@@ -28,7 +30,7 @@ def signature(
     """The signature of a call of `extend_attention`."""
     if (
         type(q) is not Tensor
-        or q.device.type not in launcher.PREPARED
+        or not launcher.prepares(q)
         or type(plan) is not ExtendPlan
         or type(scale) not in NUMBERS
         or type(softcap) not in NUMBERS
@@ -43,18 +45,18 @@ def signature(
         return None
     o, lse = out if type(out) in (tuple, list) and len(out) == 2 else (out, None)
     tensors = [x for x in (q, k, v, sinks, custom_mask, o, lse) if x is not None]
-    scales = None
-    if cache is not None:
-        if type(cache) is not KVCache:
-            return None
-        scales = _cache_facts(cache, tensors)
-    if not plain(tensors):
+    of_rows, of_cache = layouts(tensors), None
+    if of_rows is None or type(cache) not in CACHES:
         return None
+    if cache is not None:
+        of_cache = cache.facts
+        if not plain(cache.tensors):
+            return None
+        tensors += cache.tensors
     facts = (
         k is None, v is None, sinks is None, custom_mask is None, o is None, lse is None,
-        cache is None, scales, scale, window, softcap, causal, part, return_lse,
-        reproducible, None if workspace is None else workspace.device,
-        *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+        of_cache, scale, window, softcap, causal, part, return_lse,
+        reproducible, None if workspace is None else workspace.device, *of_rows,
     )  # fmt: skip
     return facts, tensors
 
@@ -63,7 +65,7 @@ def write_signature(k: Any, v: Any, cache: Any, slots: Any) -> Signature | None:
     """The signature of a call of `write_kv`, with slots on the device."""
     if (
         type(k) is not Tensor
-        or k.device.type not in launcher.PREPARED
+        or not launcher.prepares(k)
         or type(cache) is not KVCache
         or type(slots) is not Tensor
         or slots.device != k.device
@@ -71,20 +73,7 @@ def write_signature(k: Any, v: Any, cache: Any, slots: Any) -> Signature | None:
     ):
         return None
     tensors = [k, v, slots]
-    scales = _cache_facts(cache, tensors)
-    if not plain(tensors):
+    of_rows = layouts(tensors)
+    if of_rows is None or not plain(cache.tensors):
         return None
-    return (scales, *map(layout, tensors)), tensors
-
-
-def _cache_facts(cache: KVCache, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Scales of a cache, as numbers or as tensors, which are appended after its own."""
-    tensors += (cache.k, cache.v)
-    scales = []
-    for scale in (cache.k_scale, cache.v_scale):
-        if type(scale) is Tensor:
-            tensors.append(scale)
-            scales.append("tensor")
-        else:
-            scales.append(scale)
-    return tuple(scales)
+    return (cache.facts, *of_rows), [*tensors, *cache.tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -87,6 +88,9 @@ class Schedule(Handled):
         self._facts: tuple[int, int, int, int, bool, tuple[int, int, int] | None] | None = None
         self._chunks: dict[bool, int] = {}
         self._windows: dict[int, int] = {}
+        self._facts_beside: dict[int, tuple] = {}
+        self.found: dict[object, list[int]] = {}
+        """What others know of where the tables lie, by whom; forgotten when they move."""
         self.update_(
             lengths,
             cu_seqlens=cu_seqlens,
@@ -158,8 +162,10 @@ class Schedule(Handled):
         self._facts = None
         self._chunks.clear()
         self._windows.clear()
+        self._facts_beside.clear()
         if self.capacity is None:
             self._on_device.clear()
+            self.found.clear()
         for build, tensor in self._on_device.items():
             # Pageable memory: staged before the call returns, so the source may go.
             tensor.copy_(torch.tensor(build(self), dtype=tensor.dtype), non_blocking=True)
@@ -194,6 +200,14 @@ class Schedule(Handled):
             earlier = any(positions and positions[0] < start for positions, start in kept)
             self._facts = self.N, self.T, self.M, drafts, earlier, self.capacity
         return self._facts
+
+    def facts_beside(self, draft_tokens: int) -> tuple:
+        """`facts`, chunks and window of a call whose cache takes so many draft tokens."""
+        found = self._facts_beside.get(draft_tokens)
+        if found is None:
+            cut = self.chunk_count(draft_tokens > 0), self.window(draft_tokens)
+            found = self._facts_beside[draft_tokens] = (*self.facts, *cut)
+        return found
 
     def chunk_spans(self, drafting: bool) -> list[tuple[int, int]]:
         """First chunk of each sequence that a step computes, and the one after its last.
@@ -268,6 +282,9 @@ class Schedule(Handled):
     def slot_count(self, count: int, axis: int) -> int:
         """Entries that a slot list for `count` sequences (axis 0) or snapshots (axis 2) has."""
         return count if self.capacity is None else self.capacity[axis]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"found": {}}  # a copy's tables lie elsewhere
 
     def __repr__(self) -> str:
         return f"Schedule(lengths={self.lengths}, start_positions={self.starts})"

@@ -20,7 +20,7 @@ from headstart.runtime import launcher
 from headstart.runtime.checks import INTEGERS, checking
 from headstart.runtime.dispatch import NUMBERS, Signature
 from headstart.runtime.launcher import HostInts
-from headstart.runtime.steady import layout, layouts, plain
+from headstart.runtime.steady import layouts
 from headstart.runtime.workspace import Workspace
 
 Tensors = list[Tensor]
@@ -35,7 +35,7 @@ def signature(
     """The signature of a call of the gated delta rule."""
     if (
         type(q) is not Tensor
-        or q.device.type not in launcher.PREPARED
+        or not launcher.prepares(q)
         or type(schedule) is not Schedule
         or type(gate) is not Gate
         or type(scale) not in NUMBERS
@@ -50,8 +50,9 @@ def signature(
     a_log, dt_bias = gate.a_log, gate.dt_bias
     tensors = [x for x in (q, k, v, g, beta, a_log, dt_bias, out) if x is not None]
     given = len(tensors)
-    step = schedule.facts
-    count, _, kept, _, _, capacity = step
+    drafts = state.cache.draft_tokens if type(state) is CacheSlots else 0
+    step = schedule.facts_beside(drafts)
+    count, _, kept, _, _, capacity, _, _ = step
     if capacity is not None:
         count, _, kept = capacity
     of_state = of_snapshots = None
@@ -62,13 +63,10 @@ def signature(
     of_rows = layouts(tensors[:given])
     if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
         return None
-    cached = type(state) is CacheSlots
-    drafts = state.cache.draft_tokens if cached else 0
-    chunks = schedule.chunk_count(drafts > 0), schedule.window(drafts)
     facts = (
         g is None, beta is None, a_log is None, dt_bias is None, out is None,
         gate.kind, gate.beta, gate.lower_bound, return_state, scale, qk_l2norm, reproducible,
-        None if workspace is None else workspace.device, schedule.device, step, chunks,
+        None if workspace is None else workspace.device, schedule.device, step,
         of_state, of_snapshots, *of_rows,
     )  # fmt: skip
     return facts, tensors
@@ -85,8 +83,9 @@ def state_facts(state: Any, entries: int, device: torch.device, tensors: Tensors
         return cache.kind, cache.device, slots
     if type(state) is Tensor:
         tensors.append(state)
-        return layout(state) if plain((state,)) else REFUSED
-    if type(state) is not Pool or not plain((state.tensor,)):
+        of_state = layouts((state,))
+        return REFUSED if of_state is None else tuple(of_state)
+    if type(state) is not Pool or (of_pool := layouts((state.tensor,))) is None:
         return REFUSED
     read, write, limit = state.read_slots, state.write_slots, state.tensor.shape[0]
     reads = slot_facts(read, entries, limit, device, tensors, written=write is None)
@@ -97,7 +96,7 @@ def state_facts(state: Any, entries: int, device: torch.device, tensors: Tensors
     if not _apart(read, write) and read != write:
         return REFUSED  # the long way sees whether one sequence reads what another writes
     tensors.append(state.tensor)
-    return "pool", state.layout, layout(state.tensor), reads, writes, present
+    return "pool", state.layout, *of_pool, reads, writes, present
 
 
 def snapshot_facts(
@@ -111,11 +110,11 @@ def snapshot_facts(
         same = type(state) is CacheSlots and state.cache is cache
         lists = (state.slots,) if same else ()
         facts, held = (cache.kind, cache.device, same), cache.tensors.values()
-    elif type(place) is Pool and plain((place.tensor,)):
+    elif type(place) is Pool and (of_pool := layouts((place.tensor,))) is not None:
         slots, limit = place.write_slots, place.tensor.shape[0]
         same = type(state) is Pool and state.tensor is place.tensor
         lists = (state.read_slots, state.write_slots) if same else ()
-        facts, held = (place.layout, layout(place.tensor), same), (place.tensor,)
+        facts, held = (place.layout, *of_pool, same), (place.tensor,)
     else:
         return REFUSED
     found = slot_facts(slots, entries, limit, device, tensors, written=True)
