@@ -23,9 +23,10 @@ MODELS = checkpoints.names()
 PROCESS = (sys.executable, "-m", "headstart.cli", "prefill", "--model", "tiny-qwen3-next")
 
 
-def run(*arguments, continuation=2):
+def run(*arguments, continuation=2, device="cpu"):
     """The command in-process; a short continuation, since that is most of the time."""
     words = ["prefill", *map(str, arguments), "--continuation", str(continuation)]
+    words += ["--device", device]
     return CliRunner().invoke(headstart, words, prog_name="headstart", catch_exceptions=False)
 
 
@@ -300,6 +301,25 @@ def test_an_over_long_prompt_is_refused(prompt, checkpoint):
     assert_refused(result, r"expected at most 64 tokens \(max_position_embeddings of .*got 65")
 
 
+def test_16_bits_keep_a_hits_bits_and_the_text(prompt, tmp_path):
+    figures = tmp_path / "figures.json"
+    result = run(
+        *("--model", "tiny-gpt-oss", "--prompt-file", prompt(), "--compare", "--prefix-cache"),
+        *("--dtype", "bfloat16", "--json", figures),
+    )
+    assert result.exit_code == 0, result.output
+    assert "tiny-gpt-oss, bfloat16 on cpu" in result.stdout
+    found = json.loads(figures.read_text())
+    assert found["hit"]["replay"]["differing_bits"] == 0
+    assert found["comparison"]["tolerance"]["perplexity"] == 2e-3
+    assert 0 < found["comparison"]["perplexity_difference"] < 2e-3
+
+
+def test_a_device_that_is_not_here_is_refused(prompt):
+    arguments = ["--model", "tiny-gpt-oss", "--prompt-file", prompt(70)]
+    assert_refused(run(*arguments, device="toaster"), "device: toaster")
+
+
 def test_a_folder_runs_like_a_name_and_to_its_last_position(prompt, checkpoint):
     config = checkpoint / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
@@ -314,6 +334,7 @@ def test_a_folder_runs_like_a_name_and_to_its_last_position(prompt, checkpoint):
         (["--step", "x"], "'--step': 'x' is not a valid integer"),
         (["--implementation", "cuda"], "implementation: expected one of .*'cuda'"),
         (["--implementation", "triton"], "triton"),
+        (["--dtype", "float8"], "'--dtype': 'float8' is not one of"),
         (["--json", "/nowhere/at/all.json"], "json: no folder for"),
         (["--fast"], "No such option"),
     ],

@@ -120,6 +120,17 @@ def test_compare_counts_by_hand():
     assert "1 of 4 rows" in sentences[0]
 
 
+def test_16_bits_have_a_tolerance_of_their_own():
+    own = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 0.75], [0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
+    mine = own.clone()
+    mine[1] = torch.tensor([0.0, 0.75, 1.0])
+    mine[2, 2] = 2.98
+    found = compare.compare(run_of(mine.bfloat16()), run_of(own.bfloat16()), [0, 1, 2, 1])
+    assert (found.agreeing, found.excluded, found.disagreeing) == (3, 1, 0)
+    assert [sentence.split()[0] for sentence in found.breaches()] == ["perplexity"]
+    assert "not less than 0.002" in found.breaches()[0]
+
+
 def test_compare_takes_the_rows_that_both_have():
     own = torch.randn(1100, 8)
     found = compare.compare(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headstart.cli.commands import Command, need
+from headstart.cli.devices import device_of
 
 if TYPE_CHECKING:
     from headstart.evidence.prefill.compare import Comparison
@@ -35,6 +36,14 @@ PATIENCE = 1.0
 )
 @click.option("--compare", is_flag=True, help="Run the model's own path too, and compare.")
 @click.option("--implementation", metavar="NAME", help="Run this implementation, strictly.")
+@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("float32", "bfloat16", "float16")),
+    default="float32",
+    show_default=True,
+    help="Of weights and activations.",
+)
 @click.option(
     "--continuation",
     type=click.IntRange(min=1),
@@ -53,6 +62,8 @@ def command(
     fixed_tiles: bool,
     compare: bool,
     implementation: str | None,
+    device: str | None,
+    dtype: str,
     continuation: int,
     json_file: str | None,
 ) -> None:
@@ -62,14 +73,17 @@ def command(
     hit.
     """
     need("models", "transformers", "safetensors", "tokenizers")
+    import torch
+
     from headstart.evidence.files import expect_writable, write
     from headstart.evidence.prefill.job import Options, run_job
     from headstart.evidence.prefill.loading import load, read_prompt, tokens
 
+    place = device_of(device)
     prompt = read_prompt(prompt_file)
     if json_file is not None:
         expect_writable(json_file, sources=[prompt_file])
-    loaded = load(model)
+    loaded = load(model, device=place, dtype=getattr(torch, dtype))
     options = Options(
         step=step,
         prefix_cache=prefix_cache,
@@ -120,7 +134,7 @@ def print_report(report: Report) -> None:
     print_table(
         ("prefill", ""),
         [
-            ("model", report.model),
+            ("model", f"{report.model}, {report.dtype} on {report.device}"),
             ("prompt", f"{report.tokens:,} tokens" + _steps(report)),
             ("time to first token", f"{report.seconds:.3f} s"),
             ("tokens per second", f"{report.tokens_per_second:,.0f}"),

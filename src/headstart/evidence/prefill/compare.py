@@ -11,12 +11,27 @@ import torch
 if TYPE_CHECKING:
     from headstart.evidence.prefill.runs import Run
 
-MARGIN = 1e-4
-"""Top-1 must agree wherever the first two logits are further apart than this."""
-MOST_EXCLUDED = 1e-3
-MOST_PERPLEXITY = 1e-4
 BLOCK = 512
 """Rows whose logits are held at once."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two runs may be apart.
+
+    margin: top-1 must agree wherever the first two logits are further apart than this.
+    excluded: largest share of rows that are no further apart. perplexity: relative difference.
+    """
+
+    margin: float
+    excluded: float
+    perplexity: float
+
+
+SINGLE = Tolerance(margin=1e-4, excluded=1e-3, perplexity=1e-4)
+"""Of runs in float32."""
+HALF = Tolerance(margin=0.5, excluded=0.5, perplexity=2e-3)
+"""Of runs in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +41,10 @@ class Comparison:
     rows: logits compared (one a token).
     difference: largest |logit - logit|.
     differing_bits: bits that differ in all logits.
-    agreeing, excluded: rows with the same top-1, and rows excluded as near-ties (margin at most
-        1e-4 in the second run); `disagreeing` counts the rest.
+    agreeing, excluded: rows with the same top-1, and rows excluded as near-ties (by the tolerance's
+        margin in the second run); `disagreeing` counts the rest.
     perplexity, other_perplexity: of the prompt's own next tokens.
+    tolerance: that of the runs' dtype.
     """
 
     rows: int
@@ -39,6 +55,7 @@ class Comparison:
     disagreeing: int
     perplexity: float
     other_perplexity: float
+    tolerance: Tolerance = SINGLE
 
     @property
     def excluded_share(self) -> float:
@@ -52,21 +69,21 @@ class Comparison:
 
     def breaches(self) -> list[str]:
         """A sentence for each tolerance that is broken."""
-        found = []
+        found, most = [], self.tolerance
         if self.disagreeing:
             found.append(
                 f"top-1 differs in {self.disagreeing} of {self.rows} rows "
-                f"whose margin exceeds {MARGIN:g}"
+                f"whose margin exceeds {most.margin:g}"
             )
-        if self.excluded_share > MOST_EXCLUDED:
+        if self.excluded_share > most.excluded:
             found.append(
                 f"near-ties are {self.excluded_share:.3%} of the rows, "
-                f"more than {MOST_EXCLUDED:.1%}"
+                f"more than {most.excluded:.1%}"
             )
-        if not self.perplexity_difference < MOST_PERPLEXITY:
+        if not self.perplexity_difference < most.perplexity:
             found.append(
                 f"perplexity differs by {self.perplexity_difference:.2e} relatively, "
-                f"not less than {MOST_PERPLEXITY:g}"
+                f"not less than {most.perplexity:g}"
             )
         if not math.isfinite(self.difference):
             found.append(f"the largest logit difference is {self.difference}")
@@ -75,6 +92,7 @@ class Comparison:
 
 def compare(run: Run, other: Run, ids: list[int]) -> Comparison:
     """Compare the rows that both runs computed of a prompt with token ids `ids`."""
+    tolerance = SINGLE if run.hidden.dtype == torch.float32 else HALF
     start = max(run.start, other.start)
     rows = len(ids) - start
     following = torch.tensor(ids[1:], device=run.hidden.device)
@@ -89,7 +107,7 @@ def compare(run: Run, other: Run, ids: list[int]) -> Comparison:
         difference = max(difference, largest) if largest == largest else math.nan
         same = mine.argmax(-1) == theirs.argmax(-1)
         first, second = theirs.topk(2, dim=-1).values.unbind(-1)
-        tie = first - second <= MARGIN
+        tie = first - second <= tolerance.margin
         agreeing += int(same.sum())
         excluded += int(tie.sum())
         disagreeing += int((~same & ~tie).sum())
@@ -107,6 +125,7 @@ def compare(run: Run, other: Run, ids: list[int]) -> Comparison:
         disagreeing=disagreeing,
         perplexity=math.exp(losses[0] / predicted),
         other_perplexity=math.exp(losses[1] / predicted),
+        tolerance=tolerance,
     )
 
 

@@ -80,10 +80,13 @@ class Hit:
 class Report:
     """All figures of one job; seconds and bytes.
 
+    device, dtype: where the model ran, and of its weights.
     breaches: a sentence for every tolerance that was broken.
     """
 
     model: str
+    device: str
+    dtype: str
     options: Options
     tokens: int
     seconds: float
@@ -201,6 +204,8 @@ def _run_enabled(loaded: Loaded, ids: list[int], options: Options, progress: Pro
         breaches += [f"compare: {sentence}" for sentence in comparison.breaches()]
     return Report(
         model=loaded.name,
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
         options=options,
         tokens=len(ids),
         seconds=cold.seconds,
