@@ -167,6 +167,14 @@ def test_a_wrong_configuration_is_out_however_fast(swept, monkeypatch, change, w
     assert found.chosen.configuration == found.rule
 
 
+def test_every_configuration_begins_with_the_histories_of_the_first(monkeypatch):
+    monkeypatch.setattr(points_module, "KERNELS", "torch")
+    swept = plan(chosen_points("causal_conv1d", ["block-residual-512-small"]), CPU)
+    found = found_with(swept, level)
+    assert len(found.trials) > 2
+    assert not any(trial.refused for trial in found.trials)
+
+
 def test_a_rule_that_fails_is_an_error(swept, monkeypatch):
     monkeypatch.setattr(dispatch, "run", lambda *call: fails(None))
     with pytest.raises(ValueError, match=r"unified|extend.*the rule's own configuration fails"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,18 +43,15 @@ class Point:
             return self._of_block(case.blank_block("meta"))
         return self._asked(case.blank("meta"))
 
-    def arm(self, name: str, rows: Any, arguments: dict[str, Any]) -> Arm:
-        """The call with these configurations and no others, on arguments that `drawn` gave.
+    def arms(self, arguments: dict[str, Any]) -> Callable[[str, Any], Arm]:
+        """Name and configurations -> the call with these and no others, on what `drawn` gave.
 
-        It goes the long way each time: a repeated launch would be that of another arm.
+        Every arm begins with the memory that is there now. It goes the long way each time: a
+        repeated launch would be that of another arm.
         """
         operation, call, _ = dispatch.bound(self.operation, (), arguments)
         memory = _memory(arguments.get("state"))
         before = [tensor.clone() for tensor in memory]
-
-        def compute() -> Any:
-            with using(rows):
-                return dispatch.run(operation, call, KERNELS)
 
         def restore() -> None:
             for tensor, kept in zip(memory, before, strict=True):
@@ -67,7 +64,14 @@ class Point:
                 there |= {f"memory {i}": x for i, x in enumerate(memory) if x.is_floating_point()}
             return there
 
-        return Arm(name, compute, outputs, restore, kept=[arguments])
+        def arm(name: str, rows: Any) -> Arm:
+            def compute() -> Any:
+                with using(rows):
+                    return dispatch.run(operation, call, KERNELS)
+
+            return Arm(name, compute, outputs, restore, kept=[arguments])
+
+        return arm
 
     def drawn(self, seed: int, device: torch.device) -> dict[str, Any]:
         """Arguments drawn from a seed; a cache comes with its tails filled by these kernels."""

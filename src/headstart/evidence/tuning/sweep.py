@@ -158,13 +158,13 @@ def _measure(
     clocks: Clocks,
 ) -> None:
     """Check the trials on a point, the rule's first, then time those that are right in turns."""
-    arguments = point.drawn(seed, device)
+    arm_of = point.arms(point.drawn(seed, device))
     running: list[tuple[Trial, Arm]] = []
     expected: Outputs = {}
     for trial in trials:
         if trial.refused:
             continue
-        arm = point.arm(str(trial.configuration), {key: trial.configuration}, arguments)
+        arm = arm_of(str(trial.configuration), {key: trial.configuration})
         try:
             found, again = _computed(arm), _computed(arm)
             synchronize(device)
