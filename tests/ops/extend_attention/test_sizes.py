@@ -99,6 +99,29 @@ def test_views_of_packed_projections_and_strided_outputs(attend, options, DV):
     assert bool((room_lse == 7).all())
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"reproducible": True}], ids=str)
+def test_rows_past_two_to_the_31_elements(attend, options, tmp_path):
+    """Row numbers times strides exceed 32 bits, in a sparse file of 5.4 GB."""
+    T, step = 6, 2**29
+    assert (T - 1) * step > 2**31
+    batch = draw([2, 4], None, 2, 1, 16, dtype=torch.float16, seed=8)
+    sparse = tmp_path / "rows"
+    with open(sparse, "wb") as file:
+        file.truncate(2 * T * step)
+    flat = torch.from_file(str(sparse), shared=True, size=T * step, dtype=torch.float16)
+    q, k, v, out = (
+        flat.as_strided((T, heads, 16), (step, 16, 1), 64 * i)
+        for i, heads in enumerate((2, 1, 1, 2))
+    )
+    for view, rows in ((q, batch.q), (k, batch.k), (v, batch.v)):
+        view.copy_(rows)
+    plan = ExtendPlan.from_lengths(batch.lengths, device="cpu")
+    found = attend(q, k, v, plan=plan, out=out, return_lse=True, **options)
+    assert found[0] is out
+    rules = {name: value for name, value in options.items() if name != "reproducible"}
+    expect_close(found, expected(batch, **rules), 2 * ROUNDING[torch.float16])
+
+
 def test_head_major_inputs(attend):
     batch = draw([40], [0], 4, 2)
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (batch.q, batch.k, batch.v))
