@@ -378,7 +378,18 @@ def _print_case(result: CaseResult) -> None:
     from headstart.cli.printing import console, print_table
 
     print_table(
-        ("arm", "status", "device ms", "host us", "wall ms", "of floor", "ratio", "wins", "error"),
+        (
+            "arm",
+            "status",
+            "device ms",
+            "host us",
+            "wall ms",
+            "of floor",
+            "ratio",
+            "wins",
+            "error",
+            "worst row",
+        ),
         [_row(arm) for arm in result.arms],
         title=f"{result.case} on {result.device}, {result.dtype}, {result.tokens:,} tokens, "
         f"{result.rounds} rounds, clock {result.clock or '-'}, flushed {result.flushed or '-'}; "
@@ -414,6 +425,7 @@ def _row(arm: Any) -> tuple[str, ...]:
         "-" if ratio is None else f"{ratio.ratio:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]",
         "-" if ratio is None else f"{ratio.wins}/{ratio.rounds}",
         number(None if error is None else error.last_half, ".2e"),
+        number(None if error is None else error.row_error, ".2e"),
     )
 
 

@@ -92,12 +92,13 @@ def times(group: Sequence[Benched]) -> Table:
                     NONE if arm.ratio is None else f"{arm.ratio.wins}/{arm.ratio.rounds}",
                     number(None if arm.host_ms is None else 1000 * arm.host_ms, ".0f"),
                     number(arm.wall_ms, ".4f"),
-                    number(None if error is None else error.last_half, ".1e"),
+                    number(None if error is None else error.last_half, ".2e"),
+                    number(None if error is None else error.row_error, ".2e"),
                     "; ".join(filter(None, (arm.sentence, arm.note))),
                 )
             )
     columns = ("case", "tokens", "arm", "status", "ms", "x floor", "ratio [95 %]", "wins",
-               "host us", "wall ms", "error", "note")  # fmt: skip
+               "host us", "wall ms", "error", "worst row", "note")  # fmt: skip
     return table("Times", columns, rows)
 
 
