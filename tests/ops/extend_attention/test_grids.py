@@ -66,4 +66,5 @@ def test_every_configuration_over_a_thousand_blocks(size, dtype, kind):
         options = {"custom_mask": torch.cat([mask.flatten() for mask in rules["masks"]])}
     attend = by_name(headstart.extend_attention, "triton")
     found = attend(**arguments, **options, return_lse=True)
-    expect_close(found, expected(batch, **rules), 2 * ROUNDING[dtype])
+    # Sums over 512 channels are float32's too.
+    expect_close(found, expected(batch, **rules), max(2 * ROUNDING[dtype], 1e-5))
