@@ -1,4 +1,8 @@
-"""The Hopper kernels, after the decays that both GPU implementations share."""
+"""The Hopper kernels, after the decays that both GPU implementations share.
+
+Each is imported where it is launched: Triton reads the source of every function with its module,
+which a first call that launches another would wait for.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.hopper import short_call
-from headstart.ops.gated_delta_rule.hopper.channel_prepare import prepare_channels_kernel
-from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_kernel
-from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
-from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
-from headstart.ops.gated_delta_rule.hopper.tails import keep_keys_kernel
 from headstart.ops.gated_delta_rule.passes.config import heads_together
 from headstart.ops.gated_delta_rule.passes.launch import (
     Given,
@@ -125,6 +124,8 @@ def run(call: GatedDeltaCall) -> GatedDelta:
 
 
 def _keep_keys(call: GatedDeltaCall, stores: Stores, plan: Plan) -> None:
+    from headstart.ops.gated_delta_rule.hopper.tails import keep_keys_kernel
+
     given = step_arguments(call, stores.o) | state_arguments(call, stores)
     grid = (given["H"], plan.facts.sequences)
     with current(call.device):
@@ -170,6 +171,8 @@ def _together(given: Given, items: int) -> int:
 
 
 def _prepare(given: Given, items: int) -> None:
+    from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
+
     if given["PER_CHANNEL"]:
         _prepare_channels(given, items)
         return
@@ -187,6 +190,8 @@ def _prepare(given: Given, items: int) -> None:
 
 
 def _scan(given: Given, pieces: int) -> None:
+    from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
+
     if given["PER_CHANNEL"]:
         _scan_channels(given, pieces)
         return
@@ -211,6 +216,8 @@ def _scan(given: Given, pieces: int) -> None:
 
 
 def _prepare_channels(given: Given, items: int) -> None:
+    from headstart.ops.gated_delta_rule.hopper.channel_prepare import prepare_channels_kernel
+
     channels, registers = CHANNEL_FORM
     shift, reach = REACHES[given["q"].dtype]
     own = {
@@ -224,6 +231,8 @@ def _prepare_channels(given: Given, items: int) -> None:
 
 
 def _scan_channels(given: Given, pieces: int) -> None:
+    from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_kernel
+
     K, V, HV, T = given["K"], given["V"], given["HV"], given["T"]
     v, o = (given[name] if given["q"].shape[0] else T for name in "vo")
     stages, ends = CHANNEL_RINGS

@@ -1,4 +1,4 @@
-"""Which calls short sequences make up, and their one launch."""
+"""Which calls short sequences make up, and their one launch, where its kernel is imported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots, DeltaCache
 from headstart.ops.gated_delta_rule.chunk_table import chunk_table
-from headstart.ops.gated_delta_rule.hopper.decode import decode_kernel
-from headstart.ops.gated_delta_rule.hopper.short import short_kernel
 from headstart.ops.gated_delta_rule.passes.launch import state_arguments, step_arguments
 from headstart.ops.gated_delta_rule.passes.scratch import aligned_rows
 from headstart.ops.gated_delta_rule.schedule import CHUNK, WINDOW
@@ -65,6 +63,8 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
 
 
 def _launch_plain(call: GatedDeltaCall, given: dict[str, Any]) -> None:
+    from headstart.ops.gated_delta_rule.hopper.short import short_kernel
+
     HV, schedule = call.sizes[1], call.schedule
     table = chunk_table(schedule, cached=False, drafting=False)
     # Few programs leave processors idle.
@@ -79,6 +79,8 @@ def _launch_plain(call: GatedDeltaCall, given: dict[str, Any]) -> None:
 
 
 def _launch_cached(call: GatedDeltaCall, cache: DeltaCache, given: dict[str, Any]) -> None:
+    from headstart.ops.gated_delta_rule.hopper.decode import decode_kernel
+
     table = chunk_table(call.schedule, cached=True, drafting=cache.draft_tokens > 0)
     rows = call.schedule.window(cache.draft_tokens)
     registers = CACHED_REGISTERS[rows]
