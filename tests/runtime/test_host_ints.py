@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.implementations import DEVICE
 
 from headstart.runtime import launcher
 from headstart.runtime.launcher import HostInts
@@ -46,3 +47,13 @@ def test_a_capture_without_a_warming_call_keeps_nothing(stream):
     made = slots.on_device(CPU)
     assert made.tolist() == [3, -1]
     assert slots.on_device(CPU) is not made
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU copies behind the host's back")
+def test_a_pinned_tensor_may_be_overwritten_as_soon_as_the_call_returns():
+    given = torch.tensor([3, -1], dtype=torch.int32).pin_memory()
+    torch.cuda._sleep(50_000_000)  # what is on the stream keeps the copy waiting
+    found = launcher.device_ints(given, torch.device(DEVICE))
+    given.fill_(7)
+    assert found.tolist() == [3, -1]

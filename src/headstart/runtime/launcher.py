@@ -265,5 +265,6 @@ def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> t
     if values.device == device:
         return values.contiguous()
     if values.device.type == "cpu" and device.type == "cuda":
-        values = values.pin_memory()
+        # Memory of its own even where the caller's is pinned: that may be overwritten at once.
+        values = torch.empty_like(values, pin_memory=True).copy_(values)
     return values.to(device, non_blocking=True).contiguous()
