@@ -18,6 +18,7 @@ pytest.importorskip("click")
 from tests.implementations import KERNELS
 from tests.runtime.bundled import rehearsed
 
+import headstart
 from headstart import checkpoints
 from headstart.cli import main
 from headstart.evidence import runs
@@ -113,6 +114,40 @@ def test_what_a_model_calls_is_in_its_profile(name, dtype, monkeypatch):
     assert launched >= {"extend_kernel", "unified_kernel", "write_kernel"}
     assert ("scan_kernel" in launched) == (name == "tiny-qwen3-next")
     assert set(programs_of(rehearsal)) <= set(reach(target, [name]).programs)
+
+
+def test_states_kept_in_slots_are_in_the_profile():
+    """As a server keeps what it wants to hit: a state for each prompt, at its last border."""
+    target, heads = TARGETS["cuda:90"], {"H": 16, "HV": 32, "K": 128, "V": 128}
+    channels = 2 * 16 * 128 + 32 * 128
+    cache = headstart.DeltaCache(
+        40, **heads, conv_channels=channels, conv_width=4, dtype=torch.bfloat16, device="meta"
+    )
+
+    def empty(*sizes, dtype=torch.bfloat16):
+        return torch.empty(*sizes, dtype=dtype, device="meta")
+
+    gate = headstart.Gate.raw(
+        empty(32, dtype=torch.float32), empty(32, dtype=torch.float32), beta="logit"
+    )
+    with rehearsing(target, PROCESSORS["cuda:90"]) as rehearsal:
+        for lengths in ([8192], [300, 77, 4000], [64] * 20, [100]):
+            ends = [length // 64 * 64 for length in lengths]
+            step = headstart.Schedule(
+                lengths, snapshot_positions=[[end] for end in ends], device="meta"
+            )
+            count, tokens = len(lengths), sum(lengths)
+            where = {"schedule": step, "state": cache.at(range(count))}
+            kept = cache.at(range(20, 20 + count))
+            mixed = headstart.causal_conv1d(
+                empty(tokens, channels), empty(channels, 4), **where, snapshots=kept
+            ).y
+            q, k, v = mixed.split([16 * 128, 16 * 128, 32 * 128], dim=1)
+            headstart.gated_delta_rule(
+                q.view(-1, 16, 128), k.view(-1, 16, 128), v.view(-1, 32, 128), empty(tokens, 32),
+                empty(tokens, 32), gate=gate, qk_l2norm=True, snapshots=kept, **where,
+            )  # fmt: skip
+    assert set(programs_of(rehearsal)) <= set(reach(target, ["qwen3-next-80b"]).programs)
 
 
 def test_models_share_a_bundle_and_each_has_its_own():

@@ -174,6 +174,8 @@ def calls(case: Case) -> Iterator[Callable[[], object]]:
         for layer in (block, block | kept):
             yield partial(delta_block.run, layer)
             yield from _uncached(case, layer)
+            if layer["schedule"].M:
+                yield from _kept_in_slots(case, layer)
         return
     arguments = case.blank("meta")
     yield partial(getattr(headstart, case.op), **arguments)
@@ -199,6 +201,21 @@ def _uncached(case: DeltaBlockCase, block: dict[str, Any]) -> Iterator[Callable[
     rule = delta_block.rule_arguments(block, mixed) | {"schedule": lengths, "state": None}
     rule.pop("snapshots", None)
     yield partial(headstart.gated_delta_rule, **rule)
+
+
+def _kept_in_slots(case: DeltaBlockCase, block: dict[str, Any]) -> Iterator[Callable[[], object]]:
+    """A layer's convolution and rule that keep states in slots of a cache, ready to be hit."""
+    import headstart
+
+    count, mixed = block["schedule"].M, block["mixed"]
+    memory = headstart.DeltaCache(
+        count, H=case.H, HV=case.HV, K=case.K, V=case.V, conv_channels=case.channels,
+        conv_width=case.conv_width, dtype=case.torch_dtype, device="meta",
+    )  # fmt: skip
+    kept = {"snapshots": memory.at(range(count))}
+    step = {name: block[name] for name in ("schedule", "state")}
+    yield partial(headstart.causal_conv1d, mixed, block["weight"], **step, **kept)
+    yield partial(headstart.gated_delta_rule, **delta_block.rule_arguments(block, mixed) | kept)
 
 
 @dataclass(frozen=True)
