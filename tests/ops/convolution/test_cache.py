@@ -28,12 +28,12 @@ def whole(convolve):
     return convolve(X, *WEIGHT).y
 
 
-def test_input_j_lies_in_column_j_modulo_the_columns(convolve):
-    cache = cache_of()  # nine columns
+def test_input_j_lies_in_row_j_modulo_the_rows(convolve):
+    cache = cache_of()  # nine rows
     step(convolve, cache, [2], X[:100], [100], 0)
     ring = cache.tensors["history"][2]
     for position in range(91, 100):
-        assert torch.equal(ring[:, position % 9], X[position])
+        assert torch.equal(ring[position % 9], X[position])
     assert cache.tensors["history_end"].flatten().tolist() == [0, 0, 100, 0]
     assert cache.tensors["history"][[0, 1, 3]].isnan().all()
 
@@ -205,7 +205,7 @@ def test_other_dtypes(convolve, dtype):
 
 def test_memory_of_the_caller_with_a_slot_stride(convolve, whole):
     plain = cache_of()
-    memory = torch.full((4, 2, 5, 9), torch.nan)
+    memory = torch.full((4, 2, 9, 5), torch.nan)
     tensors = dict(plain.tensors, history=memory[:, 1])
     cache = headstart.DeltaCache(
         4, H=1, HV=1, K=2, V=2, conv_channels=5, dtype=torch.float32, draft_tokens=6,

@@ -67,6 +67,14 @@ def test_a_row_alone_has_the_bits_it_has_among_others(norm, size, dtype):
     assert torch.equal(norm(x[5:12], weight, gate[5:12]), whole[5:12])
 
 
+def test_rows_counted_in_64_bits_have_the_same_bits(norm, monkeypatch):
+    pytest.importorskip("triton")
+    x, weight, gate = draw(6, 5, 128)
+    whole = norm(x, weight, gate)
+    monkeypatch.setattr("headstart.ops.convolution.triton.norm.MOST_NARROW", 0)
+    assert torch.equal(norm(x[1:], weight, gate[1:]), whole[1:])
+
+
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("size", [3, 37, 128])
 def test_strides(norm, size, dtype):

@@ -57,12 +57,11 @@ MUTANTS = (
     ),
     _mutant(
         name="convolution-ring-off-by-one",
-        fault="The ring is written one column late.",
+        fault="The ring is written one row late.",
         pitfall=64,
         file=HISTORIES,
-        old='        cache.tensors["history"][slot[n], :, position % columns] = self.call.x[rows]',
-        new='        cache.tensors["history"][slot[n], :, (position + 1) % columns] = '
-        "self.call.x[rows]",
+        old='        cache.tensors["history"][slot[n], position % room] = self.call.x[rows]',
+        new='        cache.tensors["history"][slot[n], (position + 1) % room] = self.call.x[rows]',
         checks=("layer",),
     ),
     _mutant(
@@ -126,10 +125,10 @@ MUTANTS = (
     ),
     _kernel(
         name="convolution-kernel-ring-off-by-one",
-        fault="The ring is read one column late.",
+        fault="The ring is read one row late.",
         pitfall=64,
-        old="            column = (start + since) % old_columns",
-        new="            column = (start + since + 1) % old_columns",
+        old="            at = (start + since) % old_rows",
+        new="            at = (start + since + 1) % old_rows",
         checks=("convolution reused slots", "layer"),
     ),
     _kernel(
@@ -175,7 +174,7 @@ MUTANTS = (
         name="convolution-kernel-norm-gate-before",
         fault="The norm's gate is not activated.",
         file="convolution/triton/norm.py",
-        old="        b_active = b_gate / (1.0 + tl.exp(-b_gate))",
+        old="        b_active = silu(b_gate)",
         new="        b_active = b_gate",
         checks=("norm",),
     ),

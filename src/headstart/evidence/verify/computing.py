@@ -166,12 +166,12 @@ def _block(
 
 def _last_inputs(case: DeltaBlockCase, state: Any) -> torch.Tensor:
     """The last width - 1 inputs [N, width - 1, channels] of each sequence, out of the ring."""
-    ring = state.cache.tensors["history"]  # [S, channels, columns], position modulo columns
+    ring = state.cache.tensors["history"]  # [S, rows, channels], position modulo rows
     kept = []
     for slot, start, length in zip(state.slots, case.positions, case.lengths, strict=True):
         end = start + length
-        columns = [at % ring.shape[2] for at in range(end - case.conv_width + 1, end)]
-        kept.append(ring[slot][:, columns].T)
+        rows = [at % ring.shape[1] for at in range(end - case.conv_width + 1, end)]
+        kept.append(ring[slot, rows])
     return torch.stack(kept)
 
 

@@ -74,9 +74,9 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
 
     def advance(self, forward: Forward, drafts: bool) -> None:
         """The step of `forward` has been computed."""
-        columns = self.cache.history_columns
+        rows = self.cache.history_rows
         self._firsts = [
-            max(0 if start == 0 else first, end - columns)
+            max(0 if start == 0 else first, end - rows)
             for first, start, end in zip(self._firsts, forward.starts, forward.ends, strict=True)
         ]
         self.lengths, self.whole = forward.ends, True

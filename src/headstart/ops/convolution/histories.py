@@ -1,8 +1,8 @@
 """What a call reads of earlier inputs and what it keeps of the new ones.
 
 The history of a sequence at position p is its inputs p - width + 1 to p - 1; those before
-position 0 are zeros. A cache keeps the inputs in a ring, input j in column j modulo the number of
-columns, so that rolling back is passing a smaller start. Everything kept is gathered before
+position 0 are zeros. A cache keeps the inputs in a ring, input j in row j modulo the number of
+rows, so that rolling back is passing a smaller start. Everything kept is gathered before
 anything is written.
 """
 
@@ -124,8 +124,8 @@ class Histories:
             return
         tensors = target.cache.tensors
         slot, position = self._ints(slots)[chosen], self._ints(places)[chosen]
-        columns = (position[:, None] + self._span) % target.cache.history_columns
-        tensors["history"][slot[:, None], :, columns] = kept[chosen]
+        rows = (position[:, None] + self._span) % target.cache.history_rows
+        tensors["history"][slot[:, None], rows] = kept[chosen]
         first = (position + 1 - self.call.width).clamp(min=0)
         tensors["history_first"][slot, 0] = first.to(torch.int32)
         tensors["history_end"][slot, 0] = position.to(torch.int32)
@@ -133,24 +133,24 @@ class Histories:
     def _from_ring(self, cache: DeltaCache, slots: list[int], positions: list[int]) -> torch.Tensor:
         """Histories [M, width - 1, channels] of slots at positions, zeros for slot -1."""
         slot, wanted = self._ints(slots), self._ints(positions)[:, None] + self._span
-        columns = wanted % cache.history_columns
-        found = cache.tensors["history"][slot.clamp(min=0)[:, None], :, columns]
+        rows = wanted % cache.history_rows
+        found = cache.tensors["history"][slot.clamp(min=0)[:, None], rows]
         empty = (wanted < 0) | (slot < 0)[:, None]
         return torch.where(empty[..., None], 0, found)
 
     def _to_ring(self, cache: DeltaCache) -> None:
         """Write the last new inputs of every sequence, as many as the ring keeps."""
-        columns = cache.history_columns
+        room = cache.history_rows
         slot = self._ints(self._write)
         written = slot >= 0
-        position = self._ends[:, None] + torch.arange(-columns, 0, device=self.call.device)
-        n, column = torch.where((position >= self._starts[:, None]) & written[:, None])
-        position = position[n, column]
+        position = self._ends[:, None] + torch.arange(-room, 0, device=self.call.device)
+        n, at = torch.where((position >= self._starts[:, None]) & written[:, None])
+        position = position[n, at]
         rows = self._offsets[n] + position - self._starts[n]
-        cache.tensors["history"][slot[n], :, position % columns] = self.call.x[rows]
+        cache.tensors["history"][slot[n], position % room] = self.call.x[rows]
         slot, starts, ends = slot[written], self._starts[written], self._ends[written]
         first = torch.where(starts == 0, 0, cache.tensors["history_first"][slot, 0])
-        first = torch.maximum(first, ends - columns)
+        first = torch.maximum(first, ends - room)
         cache.tensors["history_first"][slot, 0] = first.to(torch.int32)
         cache.tensors["history_end"][slot, 0] = ends.to(torch.int32)
 

@@ -60,11 +60,11 @@ class DeltaCache:
 
     Attributes
     ----------
-    tensors: name -> tensor [slots, heads or channels, ...]:
+    tensors: name -> tensor [slots, ...]:
         state [S, HV, K, V] float32, position and end [S, HV] int32 (P and the end of the tail),
         tail_k [S, H, R, K], tail_v [S, HV, R, V] in dtype, tail_decay [S, HV, R] or [S, HV, R, K]
         and tail_beta [S, HV, R] float32 (R = 64 + 2 draft_tokens rows, row = position modulo R);
-        with a convolution history [S, channels, width - 1 + draft_tokens] in dtype (column =
+        with a convolution history [S, width - 1 + draft_tokens, channels] in dtype (row =
         position modulo its length), history_first and history_end [S, 1] int32 (the oldest input
         that no later one has overwritten, and the end).
     bytes_per_slot: memory of one slot in bytes.
@@ -147,8 +147,8 @@ class DeltaCache:
             "tail_beta": ("[S, HV, R]", (S, HV, R), wide),
         }
         if self.conv_channels:
-            channels, columns = self.conv_channels, self.history_columns
-            layout["history"] = ("[S, channels, columns]", (S, channels, columns), self.dtype)
+            rows, channels = self.history_rows, self.conv_channels
+            layout["history"] = ("[S, rows, channels]", (S, rows, channels), self.dtype)
             layout["history_first"] = ("[S, 1]", (S, 1), torch.int32)
             layout["history_end"] = ("[S, 1]", (S, 1), torch.int32)
         return layout
@@ -199,7 +199,7 @@ class DeltaCache:
         return CHUNK + 2 * self.draft_tokens
 
     @property
-    def history_columns(self) -> int:
+    def history_rows(self) -> int:
         """Inputs that the history's ring keeps."""
         return self.conv_width - 1 + self.draft_tokens
 
@@ -247,16 +247,13 @@ class DeltaCache:
         return positions, states, self._histories(index, positions)
 
     def _histories(self, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        width, columns = self.conv_width, self.history_columns
-        at = positions[:, None] + torch.arange(1 - width, 0, device=self.device)  # [N, width - 1]
-        rows = self.tensors["history"][index]  # [N, channels, columns]
-        histories = rows.gather(
-            2, (at % columns)[:, None].expand(-1, self.conv_channels, -1)
-        ).transpose(1, 2)
+        before = torch.arange(1 - self.conv_width, 0, device=self.device)
+        at = positions[:, None] + before  # [N, width - 1]
+        histories = self.tensors["history"][index[:, None], at % self.history_rows]
         first, end = (self.tensors[f"history_{name}"][index] for name in ("first", "end"))
         gone = (at < first) | (at >= end)  # [N, width - 1]
         histories = torch.where(gone[..., None], torch.nan, histories)
-        return torch.where((at < 0)[..., None], 0.0, histories).contiguous()
+        return torch.where((at < 0)[..., None], 0.0, histories)
 
     def load(
         self,
@@ -308,10 +305,8 @@ class DeltaCache:
         self.tensors["end"][index] = place[:, None].to(torch.int32)
         if histories is not None:
             at = place[:, None] + torch.arange(1 - self.conv_width, 0, device=self.device)
-            columns = (at % self.history_columns)[:, None].expand(-1, self.conv_channels, -1)
-            rows = self.tensors["history"][index]
-            rows.scatter_(2, columns, histories.to(rows).transpose(1, 2))
-            self.tensors["history"][index] = rows
+            ring = self.tensors["history"]
+            ring[index[:, None], at % self.history_rows] = histories.to(ring)
             self.tensors["history_first"][index] = at[:, :1].clamp(min=0).to(torch.int32)
             self.tensors["history_end"][index] = place[:, None].to(torch.int32)
 

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from headstart.ops.convolution.histories import deliver, output
 from headstart.ops.convolution.spec import Convolution, ConvolutionCall
+from headstart.ops.convolution.triton.activations import silu
 from headstart.ops.convolution.triton.step_table import entries, step_table, tiles
 from headstart.ops.gated_delta_rule.cache import CacheSlots, DeltaCache
 from headstart.ops.gated_delta_rule.pool import Pool
@@ -31,7 +32,7 @@ from headstart.runtime.launcher import current, device_ints, interpreted, proces
 from headstart.runtime.tables import Key, configuration
 
 NOWHERE, PLAIN, RING = 0, 1, 2
-"""Where histories lie: not kept; [S, width - 1, channels]; a ring of a cache, by position."""
+"""Where histories lie: not kept; [S, width - 1, channels]; a ring of a cache, rows by position."""
 _NOWHERE, _PLAIN, _RING = tl.constexpr(NOWHERE), tl.constexpr(PLAIN), tl.constexpr(RING)
 _PROBES = tl.constexpr(32)
 LEAST_ROWS = 8
@@ -51,11 +52,12 @@ class Config:
 
     @classmethod
     def rule(cls, channels: int, dtype: torch.dtype) -> Config:
-        """One vector of 16 bytes a thread, eight rows in flight.
+        """One vector of 8 bytes a thread, eight rows in flight: on an H200 twice as many threads
+        with half the registers were faster than vectors of 16 bytes.
 
         The interpreter takes as long for a row as for a channel block: few rows at once there.
         """
-        most = 128 * 16 // dtype.itemsize
+        most = 128 * 8 // dtype.itemsize
         unroll = 2 if interpreted() else 8
         return cls(min(most, triton.next_power_of_2(channels)), unroll, 4)
 
@@ -95,19 +97,19 @@ def _find(offsets, count, i, rows):
 def _input(since, step, history, block, OLD: tl.constexpr, WIDTH: tl.constexpr):
     """The input [BC] that came `since` tokens after a step's start, from its history if before."""
     x, x_row, row, start = step
-    o_c, m_c = block
+    o_c, m_c, _is_first = block
     p_x = x + (row + since).to(tl.int64) * x_row
     b_x = tl.load(p_x + o_c, mask=m_c & (since >= 0), other=0.0)
     if OLD != _NOWHERE:
-        old, old_row, old_channel, old_columns, readable = history
+        old, old_row, old_channel, old_rows, readable = history
         seen = readable & (since < 0)
         if OLD == _RING:
             # Inputs before position 0 are zeros, whatever the ring holds.
             seen = seen & (start + since >= 0)
-            column = (start + since) % old_columns
+            at = (start + since) % old_rows
         else:
-            column = since + (WIDTH - 1)
-        p_old = old + column.to(tl.int64) * old_row + o_c.to(tl.int64) * old_channel
+            at = since + (WIDTH - 1)
+        p_old = old + at.to(tl.int64) * old_row + o_c.to(tl.int64) * old_channel
         b_x = tl.where(since >= 0, b_x, tl.load(p_old, mask=m_c & seen, other=0.0))
     return b_x
 
@@ -118,18 +120,18 @@ def _keep(
     OLD: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the history of a sequence at `position` into a slot of the snapshots."""
-    kept, kept_slot, kept_row, kept_channel, columns, first, first_slot, end, end_slot = target
-    o_c, m_c = block
+    kept, kept_slot, kept_row, kept_channel, room, first, first_slot, end, end_slot = target
+    o_c, m_c, is_first = block
     p_kept = kept + slot.to(tl.int64) * kept_slot + o_c.to(tl.int64) * kept_channel
     for w in tl.static_range(WIDTH - 1):
         there = position - (WIDTH - 1 - w)
         b_x = _input(there - step[3], step, history, block, OLD, WIDTH)
         if KEPT == _RING:
-            column = (there % columns).to(tl.int64)
-            tl.store(p_kept + column * kept_row, b_x, mask=m_c & (there >= 0))
+            at = (there % room).to(tl.int64)
+            tl.store(p_kept + at * kept_row, b_x, mask=m_c & (there >= 0))
         else:
             tl.store(p_kept + _long(w) * kept_row, b_x, mask=m_c)
-    if KEPT == _RING and tl.program_id(1) == 0:
+    if KEPT == _RING and is_first:
         oldest = tl.maximum(position - (WIDTH - 1), 0)
         tl.store(first + slot.to(tl.int64) * first_slot, oldest)
         tl.store(end + slot.to(tl.int64) * end_slot, position)
@@ -160,22 +162,25 @@ def convolve_kernel(
     kept, kept_slots, kept_first, kept_end,
     tokens, count, snapshots, rows, tiles, channels,
     x_row, y_row, weight_channel, weight_tap,
-    old_slot, old_row, old_channel, old_columns,
+    old_slot, old_row, old_channel, old_rows,
     new_slot, new_row, new_channel,
     first_slot, end_slot,
-    kept_slot, kept_row, kept_channel, kept_columns, kept_first_slot, kept_end_slot,
+    kept_slot, kept_row, kept_channel, kept_rows, kept_first_slot, kept_end_slot,
     WIDTH: tl.constexpr, SILU: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr,
     KEPT: tl.constexpr, BC: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Tile `program_id(0)` (behind the tiles: a snapshot) for a block of channels.
+    """A tile (behind the tiles: a snapshot) for a block of channels.
+
+    The blocks of a tile are neighbours: programs that run at a time read and write whole rows.
 
     table: see step_table.py. OLD, NEW and KEPT say where histories are read, where the new ones go
     (RING: where the old ones lie) and where snapshots go. Lists that are None mean entry for entry.
     """
-    i = tl.program_id(0)
-    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    blocks = tl.cdiv(channels, BC)
+    i, at_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    o_c = at_block * BC + tl.arange(0, BC)
     m_c = o_c < channels
-    block = (o_c, m_c)
+    block = (o_c, m_c, at_block == 0)
     offsets = table + 1
     starts = offsets + count + 1
     firsts = starts + count
@@ -200,13 +205,13 @@ def convolve_kernel(
     p_old = x
     if OLD != _NOWHERE:
         p_old = old + slot.to(tl.int64) * old_slot
-    history = (p_old, old_row, old_channel, old_columns, readable)
+    history = (p_old, old_row, old_channel, old_rows, readable)
     target = (x, 0, 0, 0, 0, x, 0, x, 0)
     if KEPT == _PLAIN:
         target = (kept, kept_slot, kept_row, kept_channel, 0, x, 0, x, 0)
     if KEPT == _RING:
         target = (
-            kept, kept_slot, kept_row, kept_channel, kept_columns,
+            kept, kept_slot, kept_row, kept_channel, kept_rows,
             kept_first, kept_first_slot, kept_end, kept_end_slot,
         )  # fmt: skip
 
@@ -260,7 +265,7 @@ def convolve_kernel(
                     if bias is not None:
                         b_y += b_bias
                     if SILU:
-                        b_y = b_y / (1.0 + tl.exp(-b_y))
+                        b_y = silu(b_y)
                     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_c & (t + u < stop))
                     p_y += y_row
                 past = window[UNROLL:]
@@ -295,20 +300,20 @@ def convolve_kernel(
                 tl.debug_barrier()
                 if readable:
                     p_new = p_old + o_c.to(tl.int64) * old_channel
-                    for t in range(tl.maximum(length - old_columns, 0), length, UNROLL):
+                    for t in range(tl.maximum(length - old_rows, 0), length, UNROLL):
                         p_x = x + (row + t).to(tl.int64) * x_row + o_c
                         latest = ()
                         for u in tl.static_range(UNROLL):
                             latest = latest + (tl.load(p_x, mask=m_c & (t + u < length)),)
                             p_x += x_row
                         for u in tl.static_range(UNROLL):
-                            column = ((start + t + u) % old_columns).to(tl.int64)
+                            p_row = p_new + ((start + t + u) % old_rows).to(tl.int64) * old_row
                             m_new = m_c & (t + u < length)
-                            tl.store(p_new + column * old_row, latest[u], mask=m_new)
-                    if tl.program_id(1) == 0:
+                            tl.store(p_row, latest[u], mask=m_new)
+                    if at_block == 0:
                         p_first = first + slot.to(tl.int64) * first_slot
                         oldest = tl.where(start == 0, 0, tl.load(p_first))
-                        tl.store(p_first, tl.maximum(oldest, start + length - old_columns))
+                        tl.store(p_first, tl.maximum(oldest, start + length - old_rows))
                         tl.store(end + slot.to(tl.int64) * end_slot, start + length)
 
 
@@ -319,7 +324,7 @@ class Histories:
     kind: int = NOWHERE
     memory: torch.Tensor | None = None
     strides: tuple[int, int, int] = (0, 0, 0)
-    columns: int = 0
+    rows: int = 0
     first: torch.Tensor | None = None
     end: torch.Tensor | None = None
 
@@ -331,11 +336,11 @@ class Histories:
 
     @classmethod
     def ring(cls, cache: DeltaCache) -> Histories:
-        """[S, channels, columns] of a cache."""
+        """[S, rows, channels] of a cache."""
         memory = cache.tensors["history"]
-        slot, channel, column = memory.stride()
+        slot, row, channel = memory.stride()
         first, end = cache.tensors["history_first"], cache.tensors["history_end"]
-        return cls(RING, memory, (slot, column, channel), cache.history_columns, first, end)
+        return cls(RING, memory, (slot, row, channel), cache.history_rows, first, end)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -385,15 +390,15 @@ def convolve(call: ConvolutionCall) -> Convolution:
     y = output(call)
     bias = None if call.bias is None else call.bias.contiguous()
     cut = tiles(call.schedule, x.shape[0], rows)
-    grid = (cut + (room if kept.kind else 0), blocks)
+    grid = ((cut + (room if kept.kind else 0)) * blocks,)
     given = (
         x, call.weight, bias, y, call.schedule.on_device(step_table),
         old.memory, read, present, new.memory, write, old.first, old.end,
         kept.memory, places, kept.first, kept.end,
         x.shape[0], count, room, rows, cut, call.channels,
         x.stride(0), y.stride(0), *call.weight.stride(),
-        *old.strides, old.columns, *new.strides, *old.bounds,
-        *kept.strides, kept.columns, *kept.bounds,
+        *old.strides, old.rows, *new.strides, *old.bounds,
+        *kept.strides, kept.rows, *kept.bounds,
         call.width, call.activation is not None, old.kind, new.kind, kept.kind,
         config.channels, config.unroll,
     )  # fmt: skip

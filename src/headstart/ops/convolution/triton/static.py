@@ -80,7 +80,8 @@ def _norm(dtype: torch.dtype, size: int, silu: bool) -> StaticKernel:
     config, name = norm.Config.rule(size), TYPES[dtype]
     pointers = ("x", "weight", "gate", "y")
     constexprs = {
-        "SILU": silu, "UNIT": norm.BLOCK, "BR": config.rows, "BD": triton.next_power_of_2(size),
+        "SILU": silu, "UNIT": norm.BLOCK, "WIDE": False,
+        "BR": config.rows, "BD": triton.next_power_of_2(size),
     }  # fmt: skip
     signature = {
         argument: f"*{name}" if argument in pointers else "i32"
