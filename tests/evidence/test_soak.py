@@ -48,7 +48,8 @@ def test_threads_keep_their_bits_and_the_process_its_memory(implementation):
     assert set(found.calls) == {
         "causal_conv1d", "extend_attention", "gated_delta_rule", "write_kv",
     }  # fmt: skip
-    assert len(found.samples) > 2
+    assert len(found.samples) > 1
+    assert found.samples[-1].seconds >= 3.0
 
 
 def test_what_laps_launch_on_a_gpu_is_known_beforehand(monkeypatch):

@@ -409,7 +409,7 @@ def soak(
         while failure is None:
             samples.append(_sample(lives, place, time.monotonic() - began))
             told(samples[-1])
-            if time.monotonic() - began >= seconds:
+            if samples[-1].seconds >= seconds:
                 break
             failure = _spell(lives, seconds / SPELLS)
     return Soak(
