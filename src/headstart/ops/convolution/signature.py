@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
+from headstart.ops.convolution.torch_op import NAMES
+from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.signature import REFUSED, snapshot_facts, state_facts
 from headstart.runtime import launcher
 from headstart.runtime.checks import checking
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
 from headstart.runtime.steady import layouts
+
+used = itemgetter(*NAMES)
+"""Those of a cache's tensors that the convolution uses."""
 
 
 def convolution_signature(
@@ -25,6 +31,8 @@ def convolution_signature(
         or type(schedule) is not Schedule
         or type(return_state) is not bool
         or type(activation) not in NAMED
+        or (type(state) is CacheSlots and not state.cache.conv_channels)
+        or (type(snapshots) is CacheSlots and not snapshots.cache.conv_channels)
         or checking()
     ):
         return None
@@ -36,9 +44,9 @@ def convolution_signature(
         count, _, kept = capacity
     of_state = of_snapshots = None
     if state is not None:
-        of_state = state_facts(state, count, x.device, tensors)
+        of_state = state_facts(state, count, x.device, tensors, used)
     if snapshots is not None:
-        of_snapshots = snapshot_facts(snapshots, state, kept, x.device, tensors)
+        of_snapshots = snapshot_facts(snapshots, state, kept, x.device, tensors, used)
     if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
         return None
     facts = (

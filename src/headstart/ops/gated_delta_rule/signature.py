@@ -7,6 +7,8 @@ out what a loop or a helper would say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
+from headstart.ops.gated_delta_rule.torch_op import NAMES
 from headstart.runtime import launcher
 from headstart.runtime.checks import INTEGERS, checking
 from headstart.runtime.dispatch import NUMBERS, Signature
@@ -24,6 +27,9 @@ from headstart.runtime.steady import layouts
 from headstart.runtime.workspace import Workspace
 
 Tensors = list[Tensor]
+Used = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
+used: Used = itemgetter(*NAMES)
+"""Those of a cache's tensors that the rule uses."""
 REFUSED = object()
 """Facts of an argument that goes the long way."""
 
@@ -57,9 +63,9 @@ def signature(
         count, _, kept = capacity
     of_state = of_snapshots = None
     if state is not None:
-        of_state = state_facts(state, count, device, tensors)
+        of_state = state_facts(state, count, device, tensors, used)
     if snapshots is not None:
-        of_snapshots = snapshot_facts(snapshots, state, kept, device, tensors)
+        of_snapshots = snapshot_facts(snapshots, state, kept, device, tensors, used)
     of_rows = layouts(tensors[:given])
     if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
         return None
@@ -72,14 +78,19 @@ def signature(
     return facts, tensors
 
 
-def state_facts(state: Any, entries: int, device: torch.device, tensors: Tensors) -> Any:
-    """Facts of a state argument, whose tensors are appended; REFUSED: the long way."""
+def state_facts(
+    state: Any, entries: int, device: torch.device, tensors: Tensors, used: Used
+) -> Any:
+    """Facts of a state argument, whose tensors are appended; REFUSED: the long way.
+
+    used: picks those of a cache's tensors that the operation uses.
+    """
     if type(state) is CacheSlots:
         cache = state.cache
         slots = slot_facts(state.slots, entries, cache.slots, device, tensors, written=True)
         if slots is REFUSED:
             return REFUSED
-        tensors += cache.tensors.values()
+        tensors += used(cache.tensors)
         return cache.kind, cache.device, slots
     if type(state) is Tensor:
         tensors.append(state)
@@ -100,7 +111,7 @@ def state_facts(state: Any, entries: int, device: torch.device, tensors: Tensors
 
 
 def snapshot_facts(
-    place: Any, state: Any, entries: int, device: torch.device, tensors: Tensors
+    place: Any, state: Any, entries: int, device: torch.device, tensors: Tensors, used: Used
 ) -> Any:
     """Facts of a snapshots argument, beside that of the state; REFUSED: the long way."""
     if type(place) is torch.dtype:
@@ -109,7 +120,7 @@ def snapshot_facts(
         cache, slots, limit = place.cache, place.slots, place.cache.slots
         same = type(state) is CacheSlots and state.cache is cache
         lists = (state.slots,) if same else ()
-        facts, held = (cache.kind, cache.device, same), cache.tensors.values()
+        facts, held = (cache.kind, cache.device, same), used(cache.tensors)
     elif type(place) is Pool and (of_pool := layouts((place.tensor,))) is not None:
         slots, limit = place.write_slots, place.tensor.shape[0]
         same = type(state) is Pool and state.tensor is place.tensor
