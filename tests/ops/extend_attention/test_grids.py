@@ -66,5 +66,6 @@ def test_every_configuration_over_a_thousand_blocks(size, dtype, kind):
         options = {"custom_mask": torch.cat([mask.flatten() for mask in rules["masks"]])}
     attend = by_name(headstart.extend_attention, "triton")
     found = attend(**arguments, **options, return_lse=True)
-    # Sums over 512 channels are float32's too.
-    expect_close(found, expected(batch, **rules), max(2 * ROUNDING[dtype], 1e-5))
+    # Matrix units cut sums of float32 products off, a little every 8 channels.
+    lse_error = 1e-6 * max(1, size / 128)
+    expect_close(found, expected(batch, **rules), max(2 * ROUNDING[dtype], 1e-5), lse_error)
