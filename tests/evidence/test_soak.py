@@ -1,6 +1,7 @@
 """A soak finds other bits, values far off, lost memory and hanging threads, and passes without."""
 
 import functools
+import os
 import threading
 import time
 
@@ -41,7 +42,8 @@ def test_threads_keep_their_bits_and_the_process_its_memory(implementation):
     device = torch.device(DEVICE)
     if implementation == "hopper" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("Hopper's kernels are for Hopper")
-    found = soak(implementation, device=device, seconds=3.0, threads=3)
+    jobs = len(os.sched_getaffinity(0))
+    found = soak(implementation, device=device, seconds=3.0, threads=3, jobs=jobs)
     assert found.failures == []
     assert found.laps > found.threads
     assert found.compared > found.laps
