@@ -102,6 +102,26 @@ CALLS = {
         inputs(140, 2, 4),
         {**cached(140, snapshot_every=64), "snapshots": torch.float32},
     ),
+    "snapshots of a turned pool": lambda: (
+        inputs(140, 2, 4),
+        {
+            "schedule": Schedule([140], snapshot_every=64, device="cpu"),
+            "snapshots": Pool(
+                torch.zeros(3, 4, 128, 128, dtype=torch.bfloat16),
+                write_slots=[0, 2],
+                layout="vk",
+            ),
+        },
+    ),
+    "snapshots of slots that no bulk copy reaches": lambda: (
+        inputs(140, 2, 4),
+        {
+            "schedule": Schedule([140], snapshot_every=64, device="cpu"),
+            "snapshots": Pool(
+                torch.zeros(3, 4 * 128 * 128 + 1)[:, 1:].view(3, 4, 128, 128), write_slots=[0, 2]
+            ),
+        },
+    ),
 }
 
 

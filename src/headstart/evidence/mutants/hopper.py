@@ -35,6 +35,14 @@ MUTANTS = (
         checks=("rule many spans of 128",),
     ),
     _mutant(
+        name="hopper-snapshot-scaled",
+        fault="A snapshot that is copied in bulk is scaled by 0.97.",
+        file=RESULTS,
+        old="            by_v.store(S.to(dtype))\n            fence_async_shared()",
+        new="            by_v.store((S * 0.97).to(dtype))\n            fence_async_shared()",
+        checks=("rule snapshots of 128",),
+    ),
+    _mutant(
         name="hopper-last-decay-dropped",
         fault="The decay of a chunk's last token does not reach the state.",
         file=SCAN,

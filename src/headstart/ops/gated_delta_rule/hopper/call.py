@@ -68,6 +68,7 @@ wide form, of two blocks; where it waits for tiles made meanwhile; preparing a t
 processor; until the first tile is there and the last chunk through.
 """
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+STATE_DTYPES = DTYPES | {torch.float32: gl.float32}
 
 
 def declines(call: GatedDeltaCall) -> str | None:
@@ -209,10 +210,31 @@ def _scan(given: Given, pieces: int) -> None:
         "BV": COLUMNS, "STAGES": form.stages, "GROUPS": form.groups, "PREPARERS": preparers,
         "together": _together(given, given["items_there"]),
     }  # fmt: skip
+    described = None
+    if form.groups == 1 and given["HAS_SNAPSHOTS"] and not given["MAPS"]:
+        described = _snapshot_tiles(given)
+    own |= {"snapshot_tiles": described or own["T"], "BULK": described is not None}
     grid = (preparers + blocks * pieces // form.groups,)
     start(
         scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers, enable_fp_fusion=False
     )
+
+
+def _snapshot_tiles(given: Given) -> TensorDescriptor | None:
+    """A descriptor of what a program stores of a snapshot; None where strides do not allow one."""
+    K, V, HV, kept = given["K"], given["V"], given["HV"], given["snapshots"]
+    slot, head, *rows = (given[f"snap_{axis}"] for axis in "nhkv")
+    aligned = kept.device.type == "meta" or kept.data_ptr() % 16 == 0
+    if not kept.numel() or not aligned or head != K * V or slot * kept.element_size() % 16:
+        return None
+    if rows == [V, 1]:
+        length, width, block = K, V, (1, K, COLUMNS)
+    elif rows == [1, K]:
+        length, width, block = V, K, (1, COLUMNS, K)
+    else:
+        return None
+    shape, strides = [kept.shape[0], HV * length, width], [slot, width, 1]
+    return TensorDescriptor(kept, shape, strides, list(block), _layout(block, kept.dtype))
 
 
 def _prepare_channels(given: Given, items: int) -> None:
@@ -254,13 +276,13 @@ def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:
     width = sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
     block = [CHUNK, columns]
     return TensorDescriptor(
-        x, [x.shape[0], width], [x.stride(0), 1], block, _layout(*block, x.dtype)
+        x, [x.shape[0], width], [x.stride(0), 1], block, _layout(tuple(block), x.dtype)
     )
 
 
 @functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), STATE_DTYPES[dtype])
 
 
 IMPLEMENTATION = Implementation("hopper", declines, run, workspace_bytes)

@@ -5,6 +5,7 @@
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportFunctionMemberAccess=false
+# ruff: noqa: SIM102 (an outer test of a constant is decided when the kernel is compiled)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -99,6 +100,48 @@ def store_lines(S, o_tile, state, sk: gl.constexpr, sv: gl.constexpr):
         store_part(b, o_tile, state, K // 4, sk, sv)
         store_part(c, o_tile, state, K // 2, sk, sv)
         store_part(d, o_tile, state, 3 * K // 4, sk, sv)
+
+
+@gluon.jit
+def keep_snapshot(
+    S, kept, position, tile, given,
+    K: gl.constexpr, V: gl.constexpr, snap_k: gl.constexpr, snap_v: gl.constexpr,
+    CACHED: gl.constexpr, BULK: gl.constexpr,
+):  # fmt: skip
+    """Store a state at `position` in slot `kept` of the snapshots, unless that is negative.
+
+    By one bulk copy from a tile of its own where BULK: the chain does not wait for it, and the tile
+    is free again where `send_rows` has waited for what was sent before.
+    """
+    (
+        snapshots, snapshot_tiles, snapshot_position, snapshot_end, head, first_column,
+        snap_n, snap_h, snap_position,
+    ) = given  # fmt: skip
+    if kept >= 0:
+        target = kept.to(gl.int64)
+        if BULK:
+            SHAPE: gl.constexpr = [K, S.shape[0]] if snap_v == 1 else [S.shape[0], K]
+            dtype: gl.constexpr = tile.dtype
+            lines = reinterpret(
+                tile, dtype, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
+            )
+            by_v = lines.permute((1, 0)) if snap_v == 1 else lines
+            by_v.store(S.to(dtype))
+            fence_async_shared()
+            if snap_v == 1:
+                copy_out(snapshot_tiles, [kept, head * K, first_column], tile)
+            else:
+                copy_out(snapshot_tiles, [kept, head * V + first_column, 0], tile)
+        else:
+            state = snapshots + target * snap_n + head * snap_h
+            if (snap_k == 1) | (snap_v == 1):
+                store_lines(S, tile, state + first_column * snap_v, snap_k, snap_v)
+            else:
+                store_state(S, state, first_column, snap_k, snap_v)
+        if CACHED:
+            if first_column == 0:
+                gl.store(snapshot_position + target * snap_position + head, position)
+                gl.store(snapshot_end + target * snap_position + head, position)
 
 
 @gluon.jit

@@ -36,10 +36,10 @@ from headstart.ops.gated_delta_rule import cutting
 from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_items, scratch
 from headstart.ops.gated_delta_rule.hopper.results import (
+    keep_snapshot,
     keep_tail,
     load_state,
     send_rows,
-    store_lines,
     store_state,
 )
 from headstart.ops.gated_delta_rule.hopper.tiles import (
@@ -63,18 +63,19 @@ def chain(
     snap_k: gl.constexpr, snap_v: gl.constexpr, HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr,
     HAS_PRESENT: gl.constexpr, HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr,
     HAS_SNAPSHOTS: gl.constexpr, HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    MAPS: gl.constexpr,
+    BULK: gl.constexpr, CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """Chunk after chunk: products, outputs, states of one block of V."""
     if group >= GROUPS:
         return
     (
-        v, o, o_rows, log_decays, strengths, base, carry, sequences, items, pieces,
+        v, o, o_rows, log_decays, strengths, base, carry, sequences, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
-        snapshot_position,
+        snapshot_tiles, snapshot_position,
         snapshot_end, position, tail_end, tail_v, tail_decay, tail_beta, q_ring, k_ring,
-        v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, at_piece, head, first_block,
+        v_ring, T_ring, P_ring, gate_ring, kept_ring, o_tiles, snapshot_tile,
+        full, empty, at_piece, head, first_block,
         first_item, scale, v_token, v_head, o_token, o_head,
         old_n, old_h, new_n, new_h, snap_n, snap_h, snap_position, position_slot,
         tail_v_slot, tail_v_head,
@@ -141,10 +142,12 @@ def chain(
     if HAS_WRITE:
         write = gl.load(write_slots + n).to(gl.int64)
 
-    # The snapshot after a chunk is looked up a chunk ahead.
-    following = -1
-    if HAS_SNAPSHOTS and not MAPS:
-        following = gl.load(items + begins * 3 + 2, mask=begins < last, other=-1)
+    snap = (
+        snapshots, snapshot_tiles, snapshot_position, snapshot_end, head, first_column,
+        snap_n, snap_h, snap_position,
+    )  # fmt: skip
+    # The slot of the snapshot after the chunk before: S is stored while first products run.
+    after = -1
     ob = gl.zeros((BV, 64), dtype, ROW)
     for item in tl.range(begins, last, disable_licm=True):
         turn = item - begins
@@ -161,6 +164,8 @@ def chain(
         if NORMALISE and not MAPS:
             reads = gate_ring.index(stage * GATES + 5).load(COLUMN)
         whole = gl.sum(gate_ring.index(stage * GATES).slice(63, 1).load(EACH), 0)
+        if HAS_SNAPSHOTS and not MAPS:
+            following = gl.sum(kept_ring.index(stage).slice(0, 1).load(EACH), 0)
         vt = v_ring.index(stage * GROUPS + group).permute((1, 0)).load(ROW)
         x = warpgroup_mma(
             left, k_tile.permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
@@ -171,9 +176,6 @@ def chain(
                 left, q_ring.index(stage).permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
                 use_acc=False, is_async=True,
             )  # fmt: skip
-        if HAS_SNAPSHOTS and not MAPS:
-            after = following
-            following = gl.load(items + (item + 1) * 3 + 2, mask=item + 1 < last, other=-1)
         # Gamma_i0 is NaN from the first row on that is not finite.
         some_left_out = (low < tail_begins) | (low + 64 > end) | (whole != whole)
         if MAPS:
@@ -182,10 +184,22 @@ def chain(
             # The branch also keeps what stands above it from sinking below the wait.
             if turn > 0:
                 earlier = low - 64
+                # o's tile is free until o goes out; one of its own is not waited for after that.
+                if HAS_SNAPSHOTS and not BULK:
+                    keep_snapshot(
+                        S, after, low, o_tile, snap, K, V, snap_k, snap_v, SNAPSHOTS_CACHED, BULK
+                    )  # fmt: skip
                 send_rows(
                     ob, o_tile, o, o_rows, row + earlier - start, gl.maximum(start - earlier, 0),
                     64, head, block, o_token, o_head, V, BV,
                 )  # fmt: skip
+                if HAS_SNAPSHOTS and BULK:
+                    keep_snapshot(
+                        S, after, low, snapshot_tile, snap, K, V, snap_k, snap_v,
+                        SNAPSHOTS_CACHED, BULK,
+                    )  # fmt: skip
+            if HAS_SNAPSHOTS:
+                after = following
             x, left = warpgroup_mma_wait(1, deps=[x, left])
         values = vt.to(gl.float32)
         if MAPS:
@@ -220,21 +234,6 @@ def chain(
             # Otherwise sending rows brings the warps together before a stage is left.
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-        if HAS_SNAPSHOTS and not MAPS:
-            if after >= 0:
-                target = after.to(gl.int64)
-                if HAS_SNAPSHOT_SLOTS:
-                    target = gl.load(snapshot_slots + after).to(gl.int64)
-                if target >= 0:
-                    kept = snapshots + target * snap_n + head * snap_h
-                    if (snap_k == 1) | (snap_v == 1):
-                        store_lines(S, o_tile, kept + first_column * snap_v, snap_k, snap_v)
-                    else:
-                        store_state(S, kept, first_column, snap_k, snap_v)
-                    if SNAPSHOTS_CACHED:
-                        if block == 0:
-                            gl.store(snapshot_position + target * snap_position + head, low + 64)
-                            gl.store(snapshot_end + target * snap_position + head, low + 64)
         if CACHED:
             if low + 64 == fold:
                 if write >= 0:
@@ -243,10 +242,19 @@ def chain(
     if not MAPS:
         if last > begins:
             low = first_low + (last - 1 - first) * 64
+            if HAS_SNAPSHOTS and not BULK:
+                keep_snapshot(
+                    S, after, low + 64, o_tile, snap, K, V, snap_k, snap_v, SNAPSHOTS_CACHED, BULK
+                )  # fmt: skip
             send_rows(
                 ob, o_tile, o, o_rows, row + low - start, gl.maximum(start - low, 0),
                 gl.minimum(end - low, 64), head, block, o_token, o_head, V, BV,
             )  # fmt: skip
+            if HAS_SNAPSHOTS and BULK:
+                keep_snapshot(
+                    S, after, low + 64, snapshot_tile, snap, K, V, snap_k, snap_v,
+                    SNAPSHOTS_CACHED, BULK,
+                )  # fmt: skip
     if after_all >= 0:
         kept = carry + (after_all * HV + head).to(gl.int64) * (K * V)
         store_state(S, kept, first_column, V, 1)
@@ -268,7 +276,7 @@ def chain(
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)
 def scan_kernel(
-    q_rows, k_rows, v_rows, o_rows, T, P,
+    q_rows, k_rows, v_rows, o_rows, T, P, snapshot_tiles,
     q, k, v, o, T_rows, P_rows, k_norms, q_reads,
     sums, from_start, to_end, log_decays, strengths, clean, base, carry, sequences, items, pieces,
     slots, old_state, read_slots, present, new_state, write_slots,
@@ -285,13 +293,13 @@ def scan_kernel(
     snap_k: gl.constexpr, snap_v: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_READ: gl.constexpr, HAS_PRESENT: gl.constexpr,
     HAS_NEW: gl.constexpr, HAS_WRITE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
-    HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, CACHED: gl.constexpr,
-    NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr, BULK: gl.constexpr,
+    CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     PREPARERS: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """One program per (block, head, piece), behind PREPARERS that make T and P meanwhile.
 
-    q_rows .. P are descriptors.
+    q_rows .. snapshot_tiles are descriptors.
     """
     if PREPARERS > 0:
         if gl.program_id(0) < PREPARERS:
@@ -342,6 +350,13 @@ def scan_kernel(
     o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, BV], o_rows.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gate_ring = gl.allocate_shared_memory(gl.float32, [STAGES * GATES, 64], PLAIN)
+    kept_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 64], PLAIN)
+    snapshot_tile = o_tiles
+    if BULK:
+        snapshot_tile = gl.allocate_shared_memory(
+            snapshots.dtype.element_ty, [1, K, BV] if snap_v == 1 else [1, BV, K],
+            snapshot_tiles.layout,
+        )  # fmt: skip
     landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -352,11 +367,12 @@ def scan_kernel(
     fence_async_shared()
     thread_barrier()
     given = (
-        v, o, o_rows, log_decays, strengths, base, carry, sequences, items, pieces,
+        v, o, o_rows, log_decays, strengths, base, carry, sequences, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
-        snapshot_position,
+        snapshot_tiles, snapshot_position,
         snapshot_end, position, tail_end, tail_v, tail_decay, tail_beta, q_ring, k_ring,
-        v_ring, T_ring, P_ring, gate_ring, o_tiles, full, empty, at_piece, head, block,
+        v_ring, T_ring, P_ring, gate_ring, kept_ring, o_tiles, snapshot_tile,
+        full, empty, at_piece, head, block,
         first_item, scale, v_token, v_head, o_token, o_head,
         old_n, old_h, new_n, new_h, snap_n, snap_h, snap_position, position_slot,
         tail_v_slot, tail_v_head,
@@ -364,8 +380,8 @@ def scan_kernel(
     )  # fmt: skip
     copied = (
         q_rows, k_rows, v_rows, T, P, k_norms, q_reads,
-        from_start, strengths, to_end, clean, sequences, pieces, base, read_slots,
-        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, landed, empty,
+        from_start, strengths, to_end, clean, sequences, items, pieces, base, read_slots,
+        snapshot_slots, q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, kept_ring, landed, empty,
         at_piece, head, block, first_item, q_head, k_head, v_head,
     )  # fmt: skip
     finished = (
@@ -378,17 +394,18 @@ def scan_kernel(
             (chain, (
                 given, 0, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
                 HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, NORMALISE, STAGES,
-                GROUPS, MAPS,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, BULK, CACHED, NORMALISE,
+                STAGES, GROUPS, MAPS,
             )),
             (chain, (
                 given, 1, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
                 HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
-                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, CACHED, NORMALISE, STAGES,
-                GROUPS, MAPS,
+                HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, BULK, CACHED, NORMALISE,
+                STAGES, GROUPS, MAPS,
             )),
             (copy_tiles, (
-                copied, H, HV, K, BV, CACHED, NORMALISE, STAGES, GROUPS, PREPARERS > 0, MAPS,
+                copied, H, HV, K, BV, CACHED, NORMALISE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS,
+                STAGES, GROUPS, PREPARERS > 0, MAPS,
             )),
             (finish_tiles, (finished, H, HV, K, V, BV, CACHED, NORMALISE, STAGES, GROUPS)),
         ],

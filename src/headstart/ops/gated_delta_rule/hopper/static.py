@@ -57,8 +57,11 @@ FLOATS = {"g", "beta", "a_log", "dt_bias", "k_norms", "q_reads", "from_start", "
 INTEGERS = {"clean", "base", "sequences", "items", "pieces", "slots", "read_slots", "write_slots",
             "snapshot_slots", "snapshot_position", "snapshot_end", "position",
             "tail_end"}  # fmt: skip
+SNAPSHOT = [1, 128, 64]
+"""A program's part of one."""
 SNAPSHOTS = ("HAS_SNAPSHOTS", "HAS_SNAPSHOT_SLOTS", "SNAPSHOTS_CACHED", "snap_k", "snap_v")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GLUON = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 ODD = {"first_item", "together", "first_piece", "items_there", "pieces_there", "tail_rows"}
 
 
@@ -131,6 +134,7 @@ def kernels(target: Target) -> list[StaticKernel]:
             own = common | states | {
                 "BV": COLUMNS, "STAGES": stages, "GROUPS": groups,
                 "PREPARERS": preparers, "MAPS": maps,
+                "BULK": cached and groups == 1,
                 "NORMALISE": cached,
             }  # fmt: skip
             kind_of = "-beside" if preparers else "-maps" if maps else ""
@@ -157,6 +161,10 @@ def _kernel(
             block = [64, described[argument]]
             layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
             signature[argument] = f"tensordesc<{kind}{block},{layout!r}>"
+        elif argument == "snapshot_tiles":
+            block, of = (SNAPSHOT, "fp32") if constexprs["BULK"] else ([64, 64], kind)
+            layout = gl.NVMMASharedLayout.get_default_for(block, GLUON[of])
+            signature[argument] = f"tensordesc<{of}{block},{layout!r}>"
         elif argument == "states":
             layout = gl.NVMMASharedLayout.get_default_for(QUARTER, gl.float32)
             signature[argument] = f"tensordesc<fp32{QUARTER},{layout!r}>"

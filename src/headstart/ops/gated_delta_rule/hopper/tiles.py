@@ -81,14 +81,15 @@ def ready_until(clean, item, first_item, last, head, HV: gl.constexpr):
 @gluon.jit
 def copy_tiles(
     given, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
-    CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, STREAMED: gl.constexpr, MAPS: gl.constexpr,
+    CACHED: gl.constexpr, NORMALISE: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
+    HAS_SNAPSHOT_SLOTS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    STREAMED: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, stage after stage."""
     (
         q_rows, k_rows, v_rows, T, P, k_norms, q_reads,
-        from_start, strengths, to_end, clean, sequences, pieces, base, read_slots,
-        q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, landed, empty,
+        from_start, strengths, to_end, clean, sequences, items, pieces, base, read_slots,
+        snapshot_slots, q_ring, k_ring, v_ring, T_ring, P_ring, gate_ring, kept_ring, landed, empty,
         at_piece, head, block, first_item, q_head, k_head, v_head,
     ) = given  # fmt: skip
     ROWS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -121,6 +122,11 @@ def copy_tiles(
             norms = gl.load(k_norms + tile * 64 + rows)
             if not MAPS:
                 reads = gl.load(q_reads + tile * 64 + rows)
+        if HAS_SNAPSHOTS and not MAPS:
+            # The chain would wait for its own load, which ends in a uniform register at once.
+            kept = gl.load(items + item * 3 + 2)
+            if HAS_SNAPSHOT_SLOTS:
+                kept = gl.load(snapshot_slots + gl.maximum(kept, 0), mask=kept >= 0, other=-1)
         first_spoiled = gl.load(clean + tile) - (READY if STREAMED else 0)
         upper = gl.minimum(first_spoiled, end - low)
         taking_part = gl.where((rows >= tail_begins - low) & (rows < upper), 1.0, 0.0)
@@ -143,6 +149,8 @@ def copy_tiles(
             gate_ring.index(stage * GATES + 4).store(norms)
             if not MAPS:
                 gate_ring.index(stage * GATES + 5).store(reads)
+        if HAS_SNAPSHOTS and not MAPS:
+            kept_ring.index(stage).store(gl.zeros([64], gl.int32, ROWS) + kept.to(gl.int32))
         thread_barrier()
         mbarrier.arrive(bar, count=1)
 
