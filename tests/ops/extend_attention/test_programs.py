@@ -47,3 +47,27 @@ def test_reproducible_tiles_with_cached_and_packed_keys_compile(layout, target):
     code = program.compile().asm["ttir"]
     assert "tt.dot" in code
     assert ("tt.pointer_range = 32" in code) == target.startswith("hip")
+
+
+NAMES = {
+    "cuda:90": ("D192-DV128-bf16",),
+    "cuda:120": ("D192-DV128-bf16",),
+    "hip:gfx942": ("D192-DV128-bf16",),
+    "hip:gfx1151": ("D512-bf16", "D128-fp32"),
+}
+"""Target -> programs of the default kernel whose registers are scarce there."""
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(target, name) for target, names in NAMES.items() for name in names]
+)
+def test_programs_keep_their_budgets_where_registers_are_scarce(target, name):
+    """All programs of all targets are for `headstart static`."""
+    from headstart.evidence.static.budgets import broken
+    from headstart.evidence.static.worker import inspect_kernel
+    from headstart.ops.extend_attention.triton.static import kernels
+
+    place = TARGETS[target]
+    (kernel,) = [kernel for kernel in kernels(place) if kernel.name == f"extend-{name}"]
+    found = inspect_kernel(kernel, place) | {"error": "", "has_product": kernel.has_product}
+    assert not broken(target, found)

@@ -26,10 +26,13 @@ from headstart.ops.extend_attention.tile_table import (
     tile_table,
 )
 from headstart.ops.extend_attention.triton.config import (
+    Columns,
     Config,
+    columns,
     configuration,
     converts_e4m3,
     late,
+    order,
     packing,
 )
 from headstart.ops.extend_attention.write_spec import WriteCall
@@ -130,6 +133,18 @@ def multiplied_in(call: ExtendCall) -> torch.dtype:
     return call.q.dtype if cache.k.dtype in (FP8, call.q.dtype) else torch.float32
 
 
+def columns_of(call: ExtendCall) -> Columns:
+    """How queries and keys are read.
+
+    As one tile by the reproducible kernel, and where cached keys have another dtype than queries.
+    """
+    cache = call.cache
+    converted = _reads_cache(call) and cache is not None and cache.k.dtype != call.q.dtype
+    if call.reproducible or converted:
+        return Columns(padded(call.D))
+    return columns(call.D, call.q.dtype, target_of(call.device).name)
+
+
 def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
     """Scratch for the pieces of rows that are cut; at least a row, so that its type is known.
 
@@ -220,12 +235,18 @@ def arguments(
     plan, q = call.plan, call.q
     heads, tokens = packing(call.HQ, call.HK, config.BM)
     group = call.HQ // call.HK
-    BD, BDV = padded(call.D), padded(call.DV)
+    read = columns_of(call)
+    BDV = padded(call.DV)
     workspace = call.workspace or default_workspace(call.device)
     scratch = take(workspace, layout(call, config, table.scratch_rows))
     # With a capacity the rows of no sequence begin where only the device knows.
     rest = -(-(q.shape[0] - (plan.T if plan.capacity is None else 0)) // tokens)
     blocks = blocks_of_heads(call, config)
+    kind = call.D, call.DV, multiplied_in(call)
+    place: dict[str, Any] = {
+        "windowed": call.window is not None,
+        "target": target_of(call.device).name,
+    }
     given: dict[str, Any] = {
         "q": q, "o": o, "lse": lse,
         "sinks": None if call.sinks is None else call.sinks.contiguous(),
@@ -241,7 +262,8 @@ def arguments(
         "lse_token": 0 if lse is None else lse.stride(0),
         "lse_head": 0 if lse is None else lse.stride(1),
         "HQ": call.HQ, "HEADS": blocks, "GROUP": group, "PACK": heads,
-        "D": call.D, "DV": call.DV, "BD": BD, "BDV": BDV,
+        "D": call.D, "DV": call.DV, "BD": read.size, "BDV": BDV,
+        "PARTS": read.parts, "AGAIN": read.again,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "BH": max(1, min(1024 // BDV, 1 << (call.HQ - 1).bit_length())),
         "PIECE": 0 if call.window is not None else config.piece, "BLOCK": config.piece,
@@ -249,10 +271,7 @@ def arguments(
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
         "PRECISION": precision(multiplied_in(call), target_of(call.device).backend),
-        "LATE": late(
-            call.D, call.DV, multiplied_in(call),
-            windowed=call.window is not None, target=target_of(call.device).name,
-        ),
+        "ORDER": order(*kind, **place), "LATE": late(*kind, **place),
     }  # fmt: skip
     mask = call.custom_mask
     given["custom_mask"] = None if mask is None else mask.contiguous().view(torch.uint8)
@@ -282,11 +301,12 @@ def _new_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
             "k": None, "v": None, "k_tiles": None, "v_tiles": None,
             "k_token": 0, "k_head": 0, "v_token": 0, "v_head": 0,
         }  # fmt: skip
-    described = _describable(k, call, config) and _describable(v, call, config)
+    of_k, of_v = _tiles_of(call)
+    described = _describable(k, call, of_k.whole) and _describable(v, call, of_v.whole)
     return {
         "NEW": "packed", "DESCRIBED": described, "k": k, "v": v,
-        "k_tiles": _descriptor(k, config.BN) if described else None,
-        "v_tiles": _descriptor(v, config.BN) if described else None,
+        "k_tiles": _descriptor(k, config.BN, of_k.size) if described else None,
+        "v_tiles": _descriptor(v, config.BN, of_v.size) if described else None,
         "k_token": k.stride(0), "k_head": k.stride(1),
         "v_token": v.stride(0), "v_head": v.stride(1),
     }  # fmt: skip
@@ -325,16 +345,17 @@ def _cached_keys(call: ExtendCall, config: Config) -> dict[str, Any]:
         "SCALES": quantised, "WIDE": multiplied_in(call) != call.q.dtype,
         "CACHE_DESCRIBED": described,
     }  # fmt: skip
-    for x, store, (of_page, of_row), scale in (
-        ("k", k, strides[0], cache.k_scale),
-        ("v", v, strides[1], cache.v_scale),
+    of_k, of_v = _tiles_of(call)
+    for x, store, (of_page, of_row), scale, tiles in (
+        ("k", k, strides[0], cache.k_scale, of_k),
+        ("v", v, strides[1], cache.v_scale, of_v),
     ):
         tensor = isinstance(scale, torch.Tensor)
         given |= {
             f"cache_{x}": store.view(torch.uint8) if in_bytes else store,
             f"cache_{x}_page": of_page, f"cache_{x}_row": of_row,
             f"cache_{x}_head": store.stride(-2), f"cache_{x}_channel": store.stride(-1),
-            f"cache_{x}_tiles": _descriptor(store, rows) if described else None,
+            f"cache_{x}_tiles": _descriptor(store, rows, tiles.size) if described else None,
             f"{x}_scale": scale if tensor else None,
             f"{x}_number": 1.0 if tensor or scale is None else float(scale),
             f"{x}_scale_head": int(tensor and scale.numel() > 1),
@@ -381,14 +402,24 @@ def _described_cache(call: ExtendCall, config: Config) -> bool:
         if (page % config.BN and not paired) or (call.reproducible and moved):
             return False
     return all(
-        (page == 1 or of_page == page * of_row) and _describable(store, call, config)
-        for store, (of_page, of_row) in zip((cache.k, cache.v), strides, strict=True)
+        (page == 1 or of_page == page * of_row) and _describable(store, call, tiles.whole)
+        for store, (of_page, of_row), tiles in zip(
+            (cache.k, cache.v), strides, _tiles_of(call), strict=True
+        )
     )
 
 
-def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:
-    """Whether whole tiles of [..., HK, D] can be read through a descriptor, one row a token."""
-    fits = padded(store.shape[-1]) == store.shape[-1]
+def _tiles_of(call: ExtendCall) -> tuple[Columns, Columns]:
+    """How rows of keys and of values are read."""
+    return columns_of(call), Columns(padded(call.DV))
+
+
+def _describable(store: torch.Tensor, call: ExtendCall, whole: int) -> bool:
+    """Whether tiles of `whole` columns of [..., HK, D] can be read through a descriptor.
+
+    One row of it is a token.
+    """
+    fits = whole == store.shape[-1]
     if not (reads_descriptors(target_of(call.device)) and fits and store.numel()):
         return False
     row, head, channel = store.stride()[-3:]
@@ -401,15 +432,15 @@ def _describable(store: torch.Tensor, call: ExtendCall, config: Config) -> bool:
     )  # fmt: skip
 
 
-def _descriptor(store: torch.Tensor, keys: int) -> Any:
-    """Rows of all heads end to end, in tiles of some keys and one head."""
+def _descriptor(store: torch.Tensor, keys: int, size: int) -> Any:
+    """Rows of all heads end to end, in tiles of some keys and `size` columns."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows = math.prod(store.shape[:-2])
     row, head, _ = store.stride()[-3:]
     columns = (store.shape[-2] - 1) * head + store.shape[-1]
     flat = store.as_strided((rows, columns), (row, 1))
-    return TensorDescriptor.from_tensor(flat, [keys, store.shape[-1]])
+    return TensorDescriptor.from_tensor(flat, [keys, size])
 
 
 def _declines_merge(call: MergeCall) -> str | None:

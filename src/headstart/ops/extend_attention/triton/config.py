@@ -30,7 +30,8 @@ class Config:
     resident: int = 1
 
 
-# Kind of device -> width of a row (the wider of D and DV, padded) -> configuration.
+# Kind of device -> width of a row (the wider of D and DV, as it is read) -> configuration; a width
+# between two takes that of the wider.
 # Small tiles, several programs on a multiprocessor, where rows are narrow; tiles of 128 rows where
 # two of 64 would not fit beside each other. Those of "hopper" for the default kernel were the
 # fastest of several on an H200 (`headstart tune` tries such), of the reproducible one that of width
@@ -39,6 +40,7 @@ FULL = {
     "hopper": {
         64: Config(64, 128, 2, 4, registers=168, resident=3),
         128: Config(64, 64, 3, 4, resident=2),
+        192: Config(64, 64, 2, 4, resident=2),
         256: Config(128, 64, 2, 8),
         512: Config(64, 32, 2, 8),
     },
@@ -71,7 +73,8 @@ WINDOWED = {
     "hopper": {
         64: Config(64, 32, 3, 4, registers=80),
         128: Config(64, 32, 3, 4),
-        256: Config(64, 32, 2, 4),
+        192: Config(64, 32, 2, 4),
+        256: Config(128, 64, 2, 8),
     },
     "large": {64: Config(64, 32, 3, 4), 128: Config(64, 32, 2, 4)},
     "small": {64: Config(64, 32, 2, 4)},
@@ -79,9 +82,16 @@ WINDOWED = {
     "rdna": {},
 }
 """Under a window, where it differs."""
-SCATTERED: dict[str, dict[int, Config]] = {"hopper": {64: Config(64, 32, 2, 4, registers=96)}}
-"""Under a window where cached keys are copied row by row, where it differs in stages or registers
-from WINDOWED: tiles are the same, and so are the bits."""
+SCATTERED: dict[str, dict[tuple[bool, int], Config]] = {
+    "hopper": {
+        (False, 128): Config(128, 64, 3, 8),
+        (True, 64): Config(64, 32, 2, 4, registers=96),
+        (True, 128): Config(64, 32, 3, 4, registers=168),
+        (True, 256): Config(64, 32, 2, 4),
+    }
+}
+"""Where cached keys are copied row by row: kind -> (under a window or not, width), where it differs
+from FULL and WINDOWED. Under a window tiles of narrow rows are the same, and so are the bits."""
 REPRODUCIBLE = {
     "hopper": {
         64: Config(64, 128, 2, 4, piece=4096, registers=168, resident=3),
@@ -113,6 +123,11 @@ Blocks of 4096 keys: over 16,384 keys on the H200 those of 8192 were 2 % faster 
 Tiles of 64 x 128 beat those of 64 x 64 there by 8 %.
 """
 
+REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
+    "hopper": {128: Config(64, 32, 3, 4), 256: Config(64, 32, 2, 4)}
+}
+"""The same under a window."""
+
 
 def configuration(
     D: int,
@@ -136,13 +151,17 @@ def configuration(
     """
     kind = kind_of(target)
     width = max(padded(D), padded(DV))
+    if not reproducible:
+        width = max(columns(D, dtype, target).whole, padded(DV))
+    width = min(known for known in FULL[kind] if known >= width)
     found = FULL[kind][width]
     if windowed:
         found = WINDOWED[kind].get(width, found)
-        if scattered and width in SCATTERED.get(kind, {}):
-            found = SCATTERED[kind][width]
-    if reproducible and not windowed:
-        found = REPRODUCIBLE[kind].get(width, found)
+    if scattered:
+        found = SCATTERED.get(kind, {}).get((windowed, width), found)
+    if reproducible:
+        own = REPRODUCIBLE_WINDOWED if windowed else REPRODUCIBLE
+        found = own.get(kind, {}).get(width, found)
     if dtype == torch.float32:
         # Operands of twice the size, and products of several parts.
         if width == 64:
@@ -157,8 +176,61 @@ def configuration(
     return found
 
 
+@dataclass(frozen=True)
+class Columns:
+    """How rows of queries and keys are read: `parts` tiles of `size` columns each.
+
+    again: queries are read again for every tile of keys, `size` columns at a time.
+    """
+
+    size: int
+    parts: int = 1
+    again: bool = False
+
+    @property
+    def whole(self) -> int:
+        """Columns of all parts."""
+        return self.size * self.parts
+
+
+def columns(D: int, dtype: torch.dtype, target: str) -> Columns:
+    """How the default kernel reads D channels: 192 as 3 x 64, not as 256 of which many are zeros.
+
+    On AMD's RDNA every warp takes whole rows of queries; those that registers cannot hold are read
+    again and again.
+
+    >>> columns(80, torch.float16, "cuda:90").size, columns(192, torch.float16, "cuda:90").parts
+    (128, 3)
+    >>> columns(512, torch.float16, "hip:gfx1151").again
+    True
+    """
+    row_bytes = D * dtype.itemsize
+    if kind_of(target) == "rdna" and row_bytes > (256 if dtype == torch.float32 else 512):
+        return Columns(64, padded(D) // 64, again=True)
+    part = D & -D
+    return Columns(part, D // part) if part >= 64 else Columns(padded(D))
+
+
+def order(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -> str:
+    """How a turn of the default kernel's loops over tiles of keys is laid out.
+
+    "early" (`sweep_early`) and "late" (`sweep_late`): products run beside the softmax of another
+    turn; "ahead" (`sweep`): the next tiles are on their way during a softmax; "": neither. Measured
+    on Hopper alone. Where rows are narrow, three programs of a multiprocessor do for each other
+    what the first two do, with fewer registers.
+
+    >>> order(192, 128, torch.bfloat16, windowed=False, target="cuda:90")
+    'early'
+    """
+    if kind_of(target) != "hopper" or dtype == torch.float32 or max(D, DV) <= 64:
+        return ""
+    if windowed:
+        return "early" if max(D, DV) > 192 else ""
+    return "early" if columns(D, dtype, target).parts > 1 else "late"
+
+
 def late(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -> bool:
-    """Whether values are absorbed a turn late (`sweep_late`): where products run beside the rest.
+    """Whether the reproducible kernel absorbs values a turn late (`sweep_late`).
 
     Not where rows are narrow: three programs on a multiprocessor do as much for each other, and
     were 4 % faster. Under a window loops are short. Tiles that a page table names are read late in

@@ -18,7 +18,8 @@ from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
     keep,
-    read_queries,
+    query_rows,
+    read_query_parts,
     rows_of,
     tile_of,
 )
@@ -26,6 +27,7 @@ from headstart.ops.extend_attention.triton.softmax import NOTHING
 from headstart.ops.extend_attention.triton.sweep import (
     clear,
     sweep,
+    sweep_early,
     sweep_late,
     sweep_pairs,
     visible,
@@ -38,7 +40,7 @@ def run_of_tiles(
     FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Absorb what the rows at positions `queries` see of one run, within the tiles `limits`."""
     start, count = run
@@ -65,7 +67,12 @@ def run_of_tiles(
             acc, m, l, b_q, rows, (start, count, 0), span, lists[0], store[5], tiles, numbers,
             PAGE, causal, WINDOWED, MASKED, FORM, PRECISION, STAGES,
         )  # fmt: skip
-    elif DESCRIBED and (LATE or FOUND == "pages") and not (WINDOWED or MASKED or LISTED):
+    elif DESCRIBED and ORDER == "early" and not (MASKED or LISTED):
+        acc, m, l = sweep_early(  # noqa: E741
+            acc, m, l, b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
+            FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
+        )  # fmt: skip
+    elif DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (WINDOWED or MASKED or LISTED):
         acc, m, l = sweep_late(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
             FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
@@ -74,7 +81,7 @@ def run_of_tiles(
         acc, m, l = sweep(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), span, store, lists, tiles, numbers,
             FOUND, PAGE, DESCRIBED, causal, WINDOWED, MASKED, LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER == "ahead",
         )  # fmt: skip
     if DESCRIBED:
         # Rows behind the run belong to others: the keys of the last tile are read one by one.
@@ -103,20 +110,22 @@ def extend_kernel(
     cache_v_page, cache_v_row, cache_v_head, cache_v_channel, k_scale_head, v_scale_head,
     HQ: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, PIECE: tl.constexpr,
+    PARTS: tl.constexpr, AGAIN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, PIECE: tl.constexpr,
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr, LISTED: tl.constexpr,
     SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile and block of heads.
 
     FOUND: how cached keys are found, "" where there are none; PAGE and page_rows: as for `look_up`
     and `find`. NEW: where new keys are: "packed", "cached" or "". MASK: what a custom mask covers:
     "", "new" or "all". SCALES: whether the cache is float8. WIDE: whether cached keys meet float32
-    queries. LATE: whether values are absorbed a turn late where tiles are read through
-    descriptors.
+    queries. PARTS: in how many parts of BD columns queries and keys are read. AGAIN: whether
+    queries are read again for every tile of keys, BD columns at a time. ORDER: as `order` in
+    config.py says, where tiles are read through descriptors.
     """
     i = tl.program_id(0)
     n, row, length, first, piece, scratch = tile_of(i // HEADS, sequences, tiles, listed, total, BT)
@@ -131,7 +140,10 @@ def extend_kernel(
     cached = tl.load(facts + 4).to(tl.int32)
     fresh = tl.load(facts + 5).to(tl.int32)
     where = tl.load(facts + 6)
-    b_q = read_queries(q, o_row, o_h, m_row, q_token, q_head, D, BD)
+    if AGAIN:
+        b_q = (query_rows(q, o_row, o_h, q_token, q_head), m_row)
+    else:
+        b_q = read_query_parts(q, o_row, o_h, m_row, q_token, q_head, D, BD, PARTS)
     o_own = query_start + first + o_t
     queries = (query_start + first, query_start + tl.minimum(first + BT, length) - 1)
     p_mask, new_column = o_row, 0
@@ -146,11 +158,11 @@ def extend_kernel(
     if FOUND != "":
         b_old, b_v_scale, old_numbers = b_q, 1.0, (window, inner, factor)
         if WIDE:
-            b_old = b_q.to(tl.float32)
+            b_old = b_q[0].to(tl.float32)
         if SCALES:
             b_k_scale = read_scale(k_scale, k_number, key_head * k_scale_head)
             b_v_scale = read_scale(v_scale, v_number, key_head * v_scale_head)
-            b_old, power = beside_float8(b_q)
+            b_old, power = beside_float8(b_q[0])
             old_numbers = scaled_numbers(window, inner, factor, b_k_scale * power, FORM)
         old_k = cache_k + key_head.to(tl.int64) * cache_k_head
         old_v = cache_v + key_head.to(tl.int64) * cache_v_head
@@ -166,7 +178,7 @@ def extend_kernel(
             (old_k, old_v, k_strides, v_strides, page_rows, where, 0), (places, positions, entry),
             (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
             old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
         )  # fmt: skip
         if SCALES and NEW != "cached":
             acc = acc * b_v_scale
@@ -181,7 +193,7 @@ def extend_kernel(
                 (places, positions, where),
                 (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
                 CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
             )  # fmt: skip
             if SCALES:
                 acc = acc * b_v_scale
@@ -195,7 +207,7 @@ def extend_kernel(
                 (row, positions, row),
                 (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
                 (window, inner, factor), "run", 1, DESCRIBED, CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
             )  # fmt: skip
     keep(
         acc, m, l, o, lse, sinks, part_acc, part_m, part_l, (o_row, o_t, o_h, m_row),

@@ -100,6 +100,41 @@ def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def parts_of(b_x):
+    """A tile [., BD] as a tuple of its parts; parts as they are."""
+    found = b_x
+    if isinstance(b_x, tl.tensor):
+        found = (b_x,)
+    return found
+
+
+@triton.jit
+def read_parts(
+    p_row, m_key, channel, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """The D channels of a tile of keys as operands of `dtype` in parts of BD columns.
+
+    Where there are several parts all are full; the rest as for `read`.
+    """
+    SIZE: tl.constexpr = D if PARTS == 1 else BD
+    found = ()
+    for part in tl.static_range(PARTS):
+        b_x = read(p_row + part * BD * channel, m_key, channel, SIZE, BD)
+        found += (operand(b_x, dtype),)
+    return found
+
+
+@triton.jit
+def load_parts(tiles, row, column, PARTS: tl.constexpr):
+    """The same through a descriptor, whose columns are those of a part."""
+    found = ()
+    for part in tl.static_range(PARTS):
+        found += (tiles.load([row, column + part * tiles.block_shape[1]]),)
+    return found
+
+
+@triton.jit
 def row_of_tile(places, where, number, FOUND: tl.constexpr, PAGE: tl.constexpr):
     """Row of a tensor at which a tile lies whole, by the number of its first key in a sequence."""
     if FOUND == "pages":

@@ -71,14 +71,33 @@ def rows_of(
 
 
 @triton.jit
+def query_rows(q, o_row, o_h, q_token, q_head):
+    """Pointers [BM] to the queries of a tile."""
+    return q + (o_row * q_token + o_h.to(tl.int64) * q_head)
+
+
+@triton.jit
 def read_queries(q, o_row, o_h, m_row, q_token, q_head, D: tl.constexpr, BD: tl.constexpr):
     """Queries [BM, BD] of a tile, zeros where there are none."""
     o_d = tl.arange(0, BD)
-    pointers = q + (o_row * q_token + o_h.to(tl.int64) * q_head)[:, None] + o_d[None, :]
+    pointers = query_rows(q, o_row, o_h, q_token, q_head)[:, None] + o_d[None, :]
     mask = m_row[:, None]
     if D < BD:
         mask = mask & (o_d < D)[None, :]
     return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def read_query_parts(
+    q, o_row, o_h, m_row, q_token, q_head, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr
+):
+    """The same in parts of BD columns, as `read_parts` does with keys."""
+    SIZE: tl.constexpr = D if PARTS == 1 else BD
+    found = ()
+    for part in tl.static_range(PARTS):
+        b_x = read_queries(q + part * BD, o_row, o_h, m_row, q_token, q_head, SIZE, BD)
+        found += (b_x,)
+    return found
 
 
 @triton.jit

@@ -37,16 +37,29 @@ def column(x):
 
 
 @triton.jit
-def weigh(m, l, b_s, factor):  # noqa: E741
-    """One tile of scores [BM, BN]: its weights, what earlier sums shrink by [BM], and m and l.
+def top(m, b_s, factor):
+    """m with one more tile of scores [BM, BN]; factor: a number, or one a row [BM]."""
+    return tl.maximum(m, tl.max(b_s, 1) * factor)
 
-    factor: a number, or one a row [BM].
+
+@triton.jit
+def weights(m, m_new, l, b_s, factor):  # noqa: E741
+    """Of a tile of scores [BM, BN] its weights, what earlier sums shrink by [BM], and l.
+
+    m_new: what `top` says of them.
     """
-    m_new = tl.maximum(m, tl.max(b_s, 1) * factor)
     m_safe = finite(m_new)
     b_p = tl.math.exp2(tl.fma(b_s, column(factor), -m_safe[:, None]))  # [BM, BN]
     decay = tl.math.exp2(m - m_safe)
-    return b_p, decay, m_new, tl.fma(l, decay, tl.sum(b_p, 1))
+    return b_p, decay, tl.fma(l, decay, tl.sum(b_p, 1))
+
+
+@triton.jit
+def weigh(m, l, b_s, factor):  # noqa: E741
+    """One tile of scores [BM, BN]: its weights, what earlier sums shrink by [BM], and m and l."""
+    m_new = top(m, b_s, factor)
+    b_p, decay, l = weights(m, m_new, l, b_s, factor)  # noqa: E741
+    return b_p, decay, m_new, l
 
 
 @triton.jit

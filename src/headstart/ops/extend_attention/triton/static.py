@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from headstart.ops.extend_attention.triton.config import (
+    Columns,
     Config,
+    columns,
     configuration,
     converts_e4m3,
     kind_of,
     late,
+    order,
     packing,
 )
 from headstart.ops.extend_attention.triton.extend import extend_kernel
@@ -89,26 +92,30 @@ UNIT = {"cache_k_channel", "cache_v_channel", "o_channel", "lse_head", "row_chan
 """Strides that are 1 in plain calls, which makes them constants."""
 
 
-def constants(shape: Shape, config: Config, target: Target, **switches: Any) -> dict[str, Any]:
+def constants(
+    shape: Shape, config: Config, target: Target, reproducible: bool = False, **switches: Any
+) -> dict[str, Any]:
     """The constants of a plain call of this shape, with some of them changed."""
     heads, tokens = packing(shape.HQ, shape.HK, config.BM)
     group = shape.HQ // shape.HK
-    BD, BDV = padded(shape.D), padded(shape.DV)
+    read, BDV = columns(shape.D, shape.dtype, target.name), padded(shape.DV)
+    if reproducible:
+        read = Columns(padded(shape.D))
     packed = switches.get("NEW", "packed") == "packed"
-    described = packed and reads_descriptors(target) and (BD, BDV) == (shape.D, shape.DV)
+    described = packed and reads_descriptors(target) and (read.whole, BDV) == (shape.D, shape.DV)
+    kind = shape.D, shape.DV, shape.dtype
+    place: dict[str, Any] = {"windowed": switches.get("WINDOWED", False), "target": target.name}
     return {
         "HQ": shape.HQ, "HEADS": shape.HK * -(-group // heads), "GROUP": group, "PACK": heads,
-        "D": shape.D, "DV": shape.DV, "BD": BD, "BDV": BDV,
+        "D": shape.D, "DV": shape.DV, "BD": read.size, "BDV": BDV,
+        "PARTS": read.parts, "AGAIN": read.again,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "PIECE": config.piece, "BLOCK": config.piece, "BH": max(1, min(1024 // BDV, shape.HQ)),
         "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
         "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
         "FORM": "plain", "PRECISION": precision(shape.dtype, target.backend),
-        "LATE": late(
-            shape.D, shape.DV, shape.dtype,
-            windowed=switches.get("WINDOWED", False), target=target.name,
-        ),
+        "ORDER": order(*kind, **place), "LATE": late(*kind, **place),
     } | switches  # fmt: skip
 
 
@@ -194,17 +201,18 @@ def kernels(target: Target) -> list[StaticKernel]:
             if shape is not SHAPES[0] and switch not in ("", "win", "pages"):
                 continue
             for fn in (extend_kernel, unified_kernel):
+                reproducible = fn is unified_kernel
                 config = configuration(
                     shape.D,
                     shape.DV,
                     shape.dtype,
                     windowed="WINDOWED" in changed,
                     masked="MASK" in changed,
-                    reproducible=fn is unified_kernel,
+                    reproducible=reproducible,
                     target=target.name,
                 )
                 name = f"{_plain_name(fn)}-{shape.name}{'-' + switch if switch else ''}"
-                chosen = constants(shape, config, target, **changed)
+                chosen = constants(shape, config, target, reproducible, **changed)
                 found.append(compiled(fn, name, shape, config, target, chosen, has_product))
     return found
 

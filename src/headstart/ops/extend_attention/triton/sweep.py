@@ -16,10 +16,13 @@ import triton.language as tl
 
 from headstart.ops.extend_attention.triton.keys import (
     find,
+    load_parts,
     look_up,
     offsets,
     operand,
+    parts_of,
     read,
+    read_parts,
     row_of_tile,
 )
 from headstart.ops.extend_attention.triton.softmax import (
@@ -28,8 +31,10 @@ from headstart.ops.extend_attention.triton.softmax import (
     add_values,
     column,
     tanh,
+    top,
     weigh,
     weigh_two,
+    weights,
 )
 
 
@@ -55,9 +60,42 @@ def clear(first, last, start, count, window, CAUSAL: tl.constexpr, WINDOWED: tl.
 def score(b_q, b_k, inner, FORM: tl.constexpr, PRECISION: tl.constexpr):
     """Scores [BM, BN] of queries [BM, BD] and keys [BN, BD], in units that FORM names.
 
-    inner: a number, or one a row [BM].
+    Queries and keys are tiles, or tuples of as many parts of one. inner: a number, or one a row
+    [BM].
     """
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_q, b_k = parts_of(b_q), parts_of(b_k)
+    b_s = tl.dot(b_q[0], tl.trans(b_k[0]), input_precision=PRECISION)
+    for part in tl.static_range(1, len(b_q)):
+        b_s = tl.dot(b_q[part], tl.trans(b_k[part]), b_s, input_precision=PRECISION)
+    return formed(b_s, inner, FORM)
+
+
+@triton.jit
+def score_again(
+    queries, p_k, m_key, channel, inner, turns,
+    D: tl.constexpr, BD: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with queries that are read again for every tile of keys, BD columns at a time.
+
+    queries: (pointers [BM], which of them there are); p_k: pointers [BN]. turns: how often BD
+    columns cover D, as a number that compilers do not know: else they read all columns first, into
+    registers that they do not have.
+    """
+    p_q, m_row = queries
+    b_s = tl.zeros((p_q.shape[0], p_k.shape[0]), tl.float32)
+    for turn in tl.range(turns, num_stages=1):
+        o_d = (turn * BD + tl.arange(0, BD))[None, :]
+        b_q = tl.load(p_q[:, None] + o_d, mask=m_row[:, None] & (o_d < D), other=0.0)
+        b_k = tl.load(
+            p_k[:, None] + o_d * channel, mask=m_key[:, None] & (o_d < D), other=0.0
+        )  # fmt: skip
+        b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
+    return formed(b_s, inner, FORM)
+
+
+@triton.jit
+def formed(b_s, inner, FORM: tl.constexpr):
+    """Products of queries and keys in the units of scores."""
     if FORM == "scaled":
         b_s = b_s * column(inner)
     if FORM == "tanh":
@@ -169,9 +207,14 @@ def sweep(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """Absorb tiles of one run of keys, from left to right, each before the next.
 
+    AHEAD: whether the next tiles are asked for before the weights of this one. Triton's pipeliner
+    asks for them behind all that a turn makes of its own tiles, but before a branch whose results
+    only the next turn takes: so weights and their product stand in one that is always taken.
+    b_q: queries, as a tile, as parts, or as rows to read again (`score_again`).
     DESCRIBED: whether they are read through descriptors; then every row of them must be a key of
     the run. rows: (position, pointer into a custom mask, whether to read it). run: (start, count,
     origin). span: (begin, end, first and past the last clear tile). store: (k, v, their strides,
@@ -184,7 +227,9 @@ def sweep(
     places, positions, entry = lists
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
-    dtype: tl.constexpr = b_q.dtype
+    b_q = parts_of(b_q)
+    AGAIN: tl.constexpr = b_q[0].dtype.is_ptr()
+    dtype: tl.constexpr = b_q[0].dtype.element_ty if AGAIN else b_q[0].dtype
     # Copies that wait for an entry of a table take a stage more each, where loops are long enough.
     deep: tl.constexpr = FOUND != "run" and STAGES > 2 and not WINDOWED
     for tile in tl.range(begin, end, num_stages=2 * STAGES - 1 if deep else STAGES):
@@ -193,7 +238,7 @@ def sweep(
         m_key = o_key < count
         if DESCRIBED:
             row = row_of_tile(places, where, number + low, FOUND, PAGE)
-            b_k = k_tiles.load([row, k_column])
+            b_s = score(b_q, load_parts(k_tiles, row, k_column, len(b_q)), inner, FORM, PRECISION)
         else:
             o_number, m_read = number + o_key, m_key
             if FOUND != "run" and PAGE == 1:
@@ -201,8 +246,15 @@ def sweep(
                 o_number, m_read = tl.minimum(o_number, number + count - 1), None
             found = look_up(places, where, o_number, m_read, FOUND, PAGE)
             page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
-            b_k = read(k + offsets(page, row, k_strides, PAGE), m_read, k_strides[2], D, BD)
-        b_s = score(b_q, operand(b_k, dtype), inner, FORM, PRECISION)
+            p_k = k + offsets(page, row, k_strides, PAGE)
+            if AGAIN:
+                turns = (D + BD - 1) // BD + (count < 0).to(tl.int32)  # no run is that short
+                b_s = score_again(
+                    b_q, p_k, m_key, k_strides[2], inner, turns, D, BD, FORM, PRECISION
+                )
+            else:
+                b_k = read_parts(p_k, m_read, k_strides[2], D, BD, len(b_q), dtype)
+                b_s = score(b_q, b_k, inner, FORM, PRECISION)
         if LISTED:
             o_position = tl.load(positions + entry + o_key, mask=m_key, other=0)
             b_s = hide_listed(b_s, rows, low, count, o_position, window, CAUSAL, WINDOWED, MASKED)
@@ -214,7 +266,14 @@ def sweep(
             b_v = v_tiles.load([row, v_column])
         else:
             b_v = read(v + offsets(page, row, v_strides, PAGE), m_read, v_strides[2], DV, BDV)
-        acc, m, l = absorb(acc, m, l, b_s, operand(b_v, dtype), factor, PRECISION)  # noqa: E741
+        if AHEAD:
+            m_new = top(m, b_s, factor)
+            if tile < end:
+                b_p, decay, l = weights(m, m_new, l, b_s, factor)  # noqa: E741
+                acc = add_values(acc, decay, b_p, operand(b_v, dtype), PRECISION)
+                m = m_new
+        else:
+            acc, m, l = absorb(acc, m, l, b_s, operand(b_v, dtype), factor, PRECISION)  # noqa: E741
     return acc, m, l
 
 
@@ -238,16 +297,18 @@ def sweep_late(
     where, number = store[5], store[6]
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
-    dtype: tl.constexpr = b_q.dtype
+    b_q = parts_of(b_q)
+    dtype: tl.constexpr = b_q[0].dtype
     if begin < end:
-        b_p = tl.zeros((b_q.shape[0], BN), tl.float32)
-        decay = tl.full((b_q.shape[0],), 1.0, tl.float32)
+        b_p = tl.zeros((acc.shape[0], BN), tl.float32)
+        decay = tl.full((acc.shape[0],), 1.0, tl.float32)
         row = tl.full((), -BN, tl.int32)
         for tile in tl.range(begin, end, num_stages=STAGES):
             low = tile * BN - origin
             v_row = row
             row = row_of_tile(places, where, number + low, FOUND, PAGE)
-            b_k, b_v = k_tiles.load([row, k_column]), v_tiles.load([v_row, v_column])
+            b_k = load_parts(k_tiles, row, k_column, len(b_q))
+            b_v = v_tiles.load([v_row, v_column])
             b_w = b_p.to(dtype)
             b_s = score(b_q, b_k, inner, FORM, PRECISION)
             acc = add_values(acc, decay, b_w, b_v, PRECISION)
@@ -262,6 +323,52 @@ def sweep_late(
 
 
 @triton.jit
+def sweep_early(
+    acc, m, l, b_q, rows, run, span, store, places, tiles, numbers,  # noqa: E741
+    FOUND: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same through descriptors, with the same bits, the scores of a tile a turn early.
+
+    A turn ends with the product of weights and values, which runs beside the next softmax, and with
+    the question for the next tiles, which arrive beside it too. The first scores stand in a branch
+    that is always taken: so the memory of their keys is free again in the loop. The last turn
+    scores its own keys once more, for nothing.
+    """
+    start, count, origin = run
+    begin, end, clear_begin, clear_end = span
+    where, number = store[5], store[6]
+    k_tiles, v_tiles, k_column, v_column = tiles
+    window, inner, factor = numbers
+    b_q = parts_of(b_q)
+    dtype: tl.constexpr = b_q[0].dtype
+    if begin < end:
+        b_s = tl.full((acc.shape[0], BN), NOTHING, tl.float32)
+        row = row_of_tile(places, where, number + begin * BN - origin, FOUND, PAGE)
+        if count > 0:
+            b_k = load_parts(k_tiles, row, k_column, len(b_q))
+            b_s = score(b_q, b_k, inner, FORM, PRECISION)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            low = tile * BN - origin
+            v_row = row
+            after = tl.minimum(tile + 1, end - 1) * BN - origin
+            row = row_of_tile(places, where, number + after, FOUND, PAGE)
+            if (tile < clear_begin) | (tile >= clear_end):
+                b_s = hide(
+                    b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype,
+                    PRECISION,
+                )  # fmt: skip
+            b_p, decay, m, l = weigh(m, l, b_s, factor)  # noqa: E741
+            # Loads stand where they are waited for.
+            b_k = load_parts(k_tiles, row, k_column, len(b_q))
+            b_s = score(b_q, b_k, inner, FORM, PRECISION)
+            b_v = v_tiles.load([v_row, v_column])
+            acc = add_values(acc, decay, b_p, b_v, PRECISION)
+    return acc, m, l
+
+
+@triton.jit
 def sweep_pairs(
     acc, m, l, b_q, rows, run, span, places, where, tiles, numbers,  # noqa: E741
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
@@ -272,11 +379,12 @@ def sweep_pairs(
     begin, end, clear_begin, clear_end = span
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
-    dtype: tl.constexpr = b_q.dtype
+    b_q = parts_of(b_q)
+    dtype: tl.constexpr = b_q[0].dtype
     if begin < end:
-        b_p = tl.zeros((b_q.shape[0], PAGE), tl.float32)
+        b_p = tl.zeros((acc.shape[0], PAGE), tl.float32)
         b_p_next = b_p
-        decay = tl.full((b_q.shape[0],), 1.0, tl.float32)
+        decay = tl.full((acc.shape[0],), 1.0, tl.float32)
         row = tl.full((), -PAGE, tl.int32)
         row_next = row
         for tile in tl.range(begin, end, num_stages=STAGES):
@@ -285,7 +393,8 @@ def sweep_pairs(
             p_page = places + where + 2 * tile
             row = tl.load(p_page).to(tl.int32) * PAGE
             row_next = tl.load(p_page + 1).to(tl.int32) * PAGE
-            b_k, b_k_next = k_tiles.load([row, k_column]), k_tiles.load([row_next, k_column])
+            b_k = load_parts(k_tiles, row, k_column, len(b_q))
+            b_k_next = load_parts(k_tiles, row_next, k_column, len(b_q))
             b_w, b_w_next = b_p.to(dtype), b_p_next.to(dtype)
             b_s = score(b_q, b_k, inner, FORM, PRECISION)
             b_s_next = score(b_q, b_k_next, inner, FORM, PRECISION)
