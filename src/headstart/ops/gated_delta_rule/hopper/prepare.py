@@ -472,6 +472,21 @@ def prepare_kernel(
 
 
 @gluon.jit
+def ask(
+    rows, shared, base, unit, total, together,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, CACHED: gl.constexpr,
+):  # fmt: skip
+    """Ask for rows of a unit, if there is one and it is not passed over."""
+    _q_rows, _k_rows, sequences, items, first_item, _q_head, _k_head = rows
+    units = HV // together
+    if unit < total:
+        local = unit // units
+        head = unit % units * together
+        if not skipped(items, sequences, base, first_item + local, head, HV, CACHED):
+            fetch(rows, shared, local, head, H, HV, K)
+
+
+@gluon.jit
 def prepare_items(
     rows, given, shared, first, step, count, together,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
@@ -489,14 +504,14 @@ def prepare_items(
     q_tile, k_tile, made, reads, bar = shared
     units = HV // together
     phase = gl.to_tensor(0)
-    if first < count * units:
-        item = first_item + first // units
-        if not skipped(items, sequences, base, item, first % units * together, HV, CACHED):
-            fetch(rows, shared, first // units, first % units * together, H, HV, K)
-    for unit in tl.range(first, count * units, step, disable_licm=True):
+    total = count * units
+    ask(rows, shared, base, first, total, together, H, HV, K, CACHED)
+    for unit in tl.range(first, total, step, disable_licm=True):
         local = unit // units
         first_head = unit % units * together
-        if not skipped(items, sequences, base, first_item + local, first_head, HV, CACHED):
+        if skipped(items, sequences, base, first_item + local, first_head, HV, CACHED):
+            ask(rows, shared, base, unit + step, total, together, H, HV, K, CACHED)
+        else:
             for head in tl.range(first_head, first_head + together, disable_licm=True):
                 gates = gates_of(given, local, head, HV)
                 if head == first_head:
@@ -505,12 +520,8 @@ def prepare_items(
                     )
                 products, p = products_of(q_tile, k_tile)
                 thread_barrier()
-                following = unit + step
-                if (head == first_head + together - 1) & (following < count * units):
-                    item = first_item + following // units
-                    head_there = following % units * together
-                    if not skipped(items, sequences, base, item, head_there, HV, CACHED):
-                        fetch(rows, shared, following // units, head_there, H, HV, K)
+                if head == first_head + together - 1:
+                    ask(rows, shared, base, unit + step, total, together, H, HV, K, CACHED)
                 tile = local * HV + head
                 square = tile.to(gl.int64) * 64
                 clean_row = made_of(
