@@ -472,10 +472,8 @@ def layouts(tensors: Sequence[Any]) -> list[Any] | None:
     """
     if not plain(tensors):
         return None
-    try:
-        return [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    except RuntimeError:  # of tensors without strides
-        return None
+    found = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors if x.layout is torch.strided]
+    return found if len(found) == len(tensors) else None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
