@@ -52,8 +52,8 @@ def test_a_capture_without_a_warming_call_keeps_nothing(stream):
 @pytest.mark.kernels
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU copies behind the host's back")
 def test_a_pinned_tensor_may_be_overwritten_as_soon_as_the_call_returns():
-    given = torch.tensor([3, -1], dtype=torch.int32).pin_memory()
+    given = torch.full((2**20,), 3, dtype=torch.int32).pin_memory()  # a driver takes few at once
     torch.cuda._sleep(50_000_000)  # what is on the stream keeps the copy waiting
     found = launcher.device_ints(given, torch.device(DEVICE))
     given.fill_(7)
-    assert found.tolist() == [3, -1]
+    assert bool((found == 3).all())
