@@ -70,9 +70,9 @@ def caught(kernel, found):
 def kernels():
     from headstart.ops.extend_attention.triton.extend import extend_kernel
     from headstart.ops.extend_attention.triton.pieces import join_kernel
-    from headstart.ops.extend_attention.triton.unified import unified_kernel
+    from headstart.ops.extend_attention.triton.unified import clear_kernel, unified_kernel
 
-    return extend_kernel, unified_kernel, join_kernel
+    return extend_kernel, unified_kernel, clear_kernel, join_kernel
 
 
 def batches(count):

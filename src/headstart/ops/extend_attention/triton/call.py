@@ -161,8 +161,10 @@ def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
     plan = call.plan
     ends = [plan.query_start[n] + plan.lengths[n] for n in range(plan.N)]
     if call.reproducible and (plan.capacity is not None or max(ends, default=0) > config.piece):
-        shape = (programs_at_once(call, config), config.BM, padded(call.DV))
+        shape = (programs_at_once(call, config), config.BM * (padded(call.DV) + 2))
         found["parked"] = (shape, torch.float32)
+    if call.reproducible:
+        found["drawn"] = ((1,), torch.int32)
     return found
 
 
@@ -182,7 +184,7 @@ def run(call: ExtendCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute the call."""
     from headstart.ops.extend_attention.triton.extend import extend_kernel
     from headstart.ops.extend_attention.triton.pieces import join_kernel
-    from headstart.ops.extend_attention.triton.unified import unified_kernel
+    from headstart.ops.extend_attention.triton.unified import clear_kernel, unified_kernel
 
     config = configured(call)
     o, lse = outputs(call)
@@ -195,8 +197,9 @@ def run(call: ExtendCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         kernel, programs = extend_kernel, given["work"]
         if call.reproducible:
             kernel = unified_kernel
-            if call.window is None:
-                programs = min(programs, programs_at_once(call, config))
+            if call.window is None and programs > (most := programs_at_once(call, config)):
+                programs = most
+                start(clear_kernel, (1,), given, Config(0, 0, 1, 1))
         if programs:
             start(kernel, (programs,), given, config)
         if len(table.joins):
@@ -253,6 +256,7 @@ def arguments(
         "part_acc": scratch.get("part_acc", o), "part_m": scratch.get("part_m", o),
         "part_l": scratch.get("part_l", o),
         "parked": scratch.get("parked", scratch.get("part_m", o)),
+        "drawn": scratch.get("drawn", table.tiles),
         "sequences": table.sequences, "tiles": table.tiles, "joins": table.joins,
         "work": (len(table.tiles) + rest) * blocks,
         "total": q.shape[0], "listed": len(table.tiles),

@@ -71,7 +71,7 @@ FULL = {
 }
 WINDOWED = {
     "hopper": {
-        64: Config(64, 32, 3, 4, registers=80),
+        64: Config(64, 32, 2, 4, registers=80),
         128: Config(64, 32, 3, 4),
         192: Config(64, 32, 2, 4),
         256: Config(128, 64, 2, 8),
@@ -118,13 +118,17 @@ REPRODUCIBLE = {
 }
 """The reproducible kernel without a window, where it differs.
 
-Blocks of 4096 keys: over 16,384 keys on the H200 those of 8192 were 2 % faster and those of 2048
-3 % slower; the shorter they are, the more programs share a row that is decoded.
+Blocks of 4096 keys: over 16,384 keys on the H200 those of 8192 were 2 to 4 % faster and those of
+2048 3 % slower; the shorter they are, the more programs share a row that is decoded.
 Tiles of 64 x 128 beat those of 64 x 64 there by 8 %.
 """
 
 REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
-    "hopper": {128: Config(64, 32, 3, 4), 256: Config(64, 32, 2, 4)}
+    "hopper": {
+        64: Config(64, 32, 3, 4, registers=80),
+        128: Config(64, 32, 3, 4),
+        256: Config(64, 32, 2, 4),
+    }
 }
 """The same under a window."""
 
@@ -147,7 +151,7 @@ def configuration(
     cached keys are copied row by row. target: as `headstart static` names it.
 
     >>> configuration(64, 64, torch.bfloat16, windowed=True)
-    Config(BM=64, BN=32, stages=3, warps=4, piece=1024, registers=80, resident=1)
+    Config(BM=64, BN=32, stages=2, warps=4, piece=1024, registers=80, resident=1)
     """
     kind = kind_of(target)
     width = max(padded(D), padded(DV))
@@ -173,6 +177,8 @@ def configuration(
         return replace(found, BM=BM, BN=16, stages=1, warps=8, registers=0, resident=1)
     if masked and not reproducible:
         return replace(found, BN=min(found.BN, 32), stages=1, registers=0)
+    if masked and found.registers:
+        return replace(found, registers=0, resident=min(found.resident, 2))
     return found
 
 
@@ -212,18 +218,20 @@ def columns(D: int, dtype: torch.dtype, target: str) -> Columns:
 
 
 def order(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -> str:
-    """How a turn of the default kernel's loops over tiles of keys is laid out.
+    """How a turn of the default kernel's loops over tiles of keys is laid out, as it was fastest.
 
     "early" (`sweep_early`) and "late" (`sweep_late`): products run beside the softmax of another
-    turn; "ahead" (`sweep`): the next tiles are on their way during a softmax; "": neither. Measured
-    on Hopper alone. Where rows are narrow, three programs of a multiprocessor do for each other
-    what the first two do, with fewer registers.
+    turn. "ahead" (`sweep`): the next tiles are on their way during a softmax; where rows are
+    narrow, several programs of a multiprocessor do the rest for each other, with fewer registers.
+    "": none of them. Measured on Hopper alone.
 
-    >>> order(192, 128, torch.bfloat16, windowed=False, target="cuda:90")
-    'early'
+    >>> order(64, 64, torch.bfloat16, windowed=True, target="cuda:90")
+    'ahead'
     """
-    if kind_of(target) != "hopper" or dtype == torch.float32 or max(D, DV) <= 64:
+    if kind_of(target) != "hopper" or dtype == torch.float32:
         return ""
+    if max(D, DV) <= 64:
+        return "ahead"
     if windowed:
         return "early" if max(D, DV) > 192 else ""
     return "early" if columns(D, dtype, target).parts > 1 else "late"

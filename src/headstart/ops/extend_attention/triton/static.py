@@ -71,7 +71,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
 
 POINTERS = {
     "sinks": "*fp32", "lse": "*fp32", "part_acc": "*fp32", "part_m": "*fp32", "part_l": "*fp32",
-    "parked": "*fp32",
+    "parked": "*fp32", "drawn": "*i32",
     "sequences": "*i64", "tiles": "*i32", "joins": "*i32", "places": "*i32", "positions": "*i32",
     "custom_mask": "*u8", "k_scale": "*fp32", "v_scale": "*fp32", "slots": "*i64",
 }  # fmt: skip

@@ -104,15 +104,35 @@ def formed(b_s, inner, FORM: tl.constexpr):
 
 
 @triton.jit
-def laid_as_scores(entries, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Which entries [BM, BN] are not 0, spread over threads as scores are: by a product with 1.
+def shown(p_mask, seen, o_column, m_column, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Which keys [BM, BN] a custom mask shows, spread over threads as scores are.
 
-    Else the compiler may spread the weights of a masked tile as the entries were loaded, and the
-    sum over a row would be taken in another order, with other bits than without a mask.
+    p_mask: pointer to key 0's entry [BM]; seen: which rows are read [BM]; o_column: columns [BN];
+    m_column: which of them are read [BN]. That spread comes from a product with 1. Else the
+    compiler may spread the weights of a masked tile as the entries were loaded, and the sum over a
+    row would be taken in another order, with other bits than without a mask. A few columns at a
+    time: they take the registers of a few.
     """
-    o_c = tl.arange(0, entries.shape[1])
-    one = (o_c[:, None] == o_c[None, :]).to(dtype)
-    return tl.dot((entries != 0).to(dtype), one, input_precision=PRECISION) > 0.5
+    if o_column.shape[0] > 32:
+        o_left, o_right = parts(o_column)
+        m_left, m_right = parts(m_column)
+        left = shown(p_mask, seen, o_left, m_left, dtype, PRECISION)
+        right = shown(p_mask, seen, o_right, m_right, dtype, PRECISION)
+        both = tl.permute(tl.join(left, right), (0, 2, 1))
+        found = tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
+    else:
+        p_entry = p_mask[:, None] + o_column[None, :]
+        entries = tl.load(p_entry, mask=seen[:, None] & m_column[None, :], other=0)
+        o_c = tl.arange(0, entries.shape[1])
+        one = (o_c[:, None] == o_c[None, :]).to(dtype)
+        found = tl.dot((entries != 0).to(dtype), one, input_precision=PRECISION) > 0.5
+    return found
+
+
+@triton.jit
+def parts(x):
+    """First and second half of [C]."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
 
 
 @triton.jit
@@ -137,9 +157,8 @@ def hide(
     if WINDOWED:
         m_seen = m_seen & (o_c > (o_own - base - window)[:, None])
     if MASKED:
-        p_entry = p_mask[:, None] + (low + o_c)
-        entries = tl.load(p_entry, mask=m_seen & seen[:, None], other=0)
-        m_seen = m_seen & laid_as_scores(entries, dtype, PRECISION)
+        o_column = low + tl.arange(0, b_s.shape[1])
+        m_seen = m_seen & shown(p_mask, seen, o_column, o_column < count, dtype, PRECISION)
     return tl.where(m_seen, b_s, NOTHING)
 
 
@@ -187,9 +206,7 @@ def hide_both(
         if MASK == "new":
             m_entry = m_new
         o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
-        p_entry = p_mask[:, None] + o_column[None, :]
-        entries = tl.load(p_entry, mask=seen[:, None] & m_entry[None, :], other=0)
-        m_shown = laid_as_scores(entries, dtype, PRECISION)
+        m_shown = shown(p_mask, seen, o_column, m_entry, dtype, PRECISION)
         if MASK == "new" and CAUSAL:
             m_shown = m_shown | (m_old[None, :] & m_causal)
         elif MASK == "new":
@@ -460,16 +477,16 @@ def sweep_both(
             p_v_new = new_v + (first_row + o_new) * new_v_strides[0]
             b_k_new = read(p_k_new, m_new, 1, D, BD)
             b_k = b_k_new if FOUND == "" else tl.where(m_new[:, None], b_k_new, b_k)
+        if FOUND != "":
+            b_v = operand(read(p_v, m_cached, old_v_strides[2], DV, BDV), dtype)
+        if NEW == "packed":
+            b_v_new = read(p_v_new, m_new, 1, DV, BDV)
+            b_v = b_v_new if FOUND == "" else tl.where(m_new[:, None], b_v_new, b_v)
         b_s = score(b_q, b_k, inner, FORM, PRECISION)
         is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
         is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
         keys = (m_old, m_new, o_old, o_new, new_column)
         if not is_clear:
             b_s = hide_both(b_s, rows, low, keys, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
-        if FOUND != "":
-            b_v = operand(read(p_v, m_cached, old_v_strides[2], DV, BDV), dtype)
-        if NEW == "packed":
-            b_v_new = read(p_v_new, m_new, 1, DV, BDV)
-            b_v = b_v_new if FOUND == "" else tl.where(m_new[:, None], b_v_new, b_v)
         acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l
