@@ -13,6 +13,7 @@ from tests.evidence import report_runs as made
 from headstart.cli.commands import headstart
 from headstart.evidence import report
 from headstart.evidence.arms.sources import NOISE
+from headstart.evidence.checking import Accuracy
 
 ROOT = Path(__file__).parents[2]
 
@@ -315,6 +316,42 @@ def test_peers_are_the_rivals_of_what_is_ours(tmp_path):
         "gdn-next-8k", "gdn-next-2048 (headstart)", "1.0000", "0.2000", "5.000 [4.762, 5.263]",
         "1.250",
     ]  # fmt: skip
+
+
+def test_errors_are_told_beside_those_of_peers(tmp_path):
+    def off(last_half, row_error):
+        return (Accuracy(output="o", heads=4, last_half=last_half, row_error=row_error,
+                         allowed=5e-3),)  # fmt: skip
+
+    def case(id, mine, theirs):
+        arms = [made.arm("headstart", 1.0), made.arm("fla", 1.5, (1.5, 1.49, 1.51))]
+        figures = zip(arms, (mine, theirs), strict=True)
+        return made.timed(id, *(arm.model_copy(update={"accuracy": x}) for arm, x in figures))
+
+    found = [
+        case("gdn-next-8k", off(2e-3, 4e-3), off(2e-3, 8e-3)),
+        case("gdn-next-2048", off(1e-3, 4e-3), off(2e-3, 4e-3)),
+    ]
+    text = report.markdown(report.read_runs([made.write(tmp_path, "a", "bench", found)]))
+    assert "fla 1.000 (gdn-next-8k) and 1.000 (gdn-next-2048)." in text
+
+
+def test_what_bounds_save_stands_beside_what_tiles_predict(tmp_path):
+    times = {"triton": 1.0, "unbounded": 4.0, "reproducible": 1.0, "unbounded:reproducible": 2.0}
+    arms = [
+        made.arm(name, ms, None if name == "triton" else (ms, ms, ms),
+                 note=f"bounds save {1 - 1 / ms:.1%} of tiles" if "un" in name else "")
+        for name, ms in times.items()
+    ]  # fmt: skip
+    arms = [arm.model_copy(update={"device_ms": (arm.median_ms,) * 4}) for arm in arms]
+    path = made.write(tmp_path, "a", "bench", [made.timed("oss-16k-win", *arms)])
+    table, bounds = report.markdown(report.read_runs([path])).split("What bounds save")
+    assert "unbounded" not in table
+    rows = [line for line in bounds.splitlines() if line.startswith("| oss-16k-win")]
+    assert rows == [
+        "| oss-16k-win | triton | 75.0% of tiles | 1.0000 | 4.0000 | 75.0% [75.0%, 75.0%] |",
+        "| oss-16k-win | reproducible | 50.0% of tiles | 1.0000 | 2.0000 | 50.0% [50.0%, 50.0%] |",
+    ]
 
 
 def test_nobody_wins_within_the_noise(tmp_path):

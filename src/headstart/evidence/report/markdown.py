@@ -7,8 +7,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from headstart.evidence import cases
+from headstart.evidence.arms import PEERS
 from headstart.evidence.arms.sources import NOISE
+from headstart.evidence.arms.unbounded import NAME as UNBOUNDED
 from headstart.evidence.benching import ArmResult
+from headstart.evidence.checking import MAIN, Accuracy
+from headstart.evidence.paired import compare
 from headstart.evidence.report.reading import ELSEWHERE, Benched, RunFile, arm_names, benched
 from headstart.evidence.report.summary import verdict
 
@@ -49,7 +53,7 @@ def fill_block(text: str, content: str) -> str:
 
 def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
     tried = {arm.arm for one in group for arm in one.result.arms if arm.status != DECLINED}
-    arms = [name for name in arm_names(group) if name in tried and ELSEWHERE not in name]
+    arms = [name for name in arm_names(group) if name in tried and _compared(name)]
     columns = [
         "case",
         "tokens",
@@ -82,8 +86,70 @@ def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
         f"on an idle one. Neither is faster where the interval holds 1 or meets that of {first} "
         f"against itself."
     )
-    parts = words, _table(columns, rows, left), _notes(group), _beside(first, group)
+    parts = (
+        words,
+        _table(columns, rows, left),
+        _notes(group),
+        _errors(first, group),
+        _beside(first, group),
+        _bounds(group),
+    )
     return "\n\n".join(filter(None, parts))
+
+
+def _compared(name: str) -> bool:
+    """Whether an arm runs the case as it stands in a build that somebody would use."""
+    return ELSEWHERE not in name and not name.startswith(UNBOUNDED)
+
+
+def _errors(first: str, group: Sequence[Benched]) -> str:
+    """Errors of the first arm by those of each peer, the largest over the cases; "" without any."""
+    found: dict[str, list[tuple[float, float, str]]] = {}
+    for one in group:
+        mine = _error(one.first)
+        for arm in one.timed:
+            theirs = _error(arm) if arm.arm in PEERS else None
+            if mine is None or theirs is None:
+                continue
+            if theirs.last_half and theirs.row_error:
+                ratios = mine.last_half / theirs.last_half, mine.row_error / theirs.row_error
+                found.setdefault(arm.arm, []).append((*ratios, one.result.case))
+    if not found:
+        return ""
+    told = []
+    for name, ratios in sorted(found.items()):
+        half, row = (max(ratios, key=lambda one: one[i]) for i in (0, 1))
+        told.append(f"{name} {half[0]:.3f} ({half[2]}) and {row[1]:.3f} ({row[2]})")
+    return (
+        f"Errors of {first} against float64 by those of others on the same cases, the largest: "
+        f"over the last half of the tokens and in the worst row, {'; '.join(told)}."
+    )
+
+
+def _error(arm: ArmResult) -> Accuracy | None:
+    """The figures of what a case is about; None where they were not taken."""
+    return next((one for one in arm.accuracy if one.output in MAIN), None)
+
+
+def _bounds(group: Sequence[Benched]) -> str:
+    """What bounds save: measured, beside the share of tiles; "" where no build without them ran."""
+    rows = []
+    for one in group:
+        arms = {arm.arm: arm for arm in one.timed}
+        for name, arm in arms.items():
+            base, _, kind = name.partition(":")
+            mate = arms.get(kind) if kind else arms.get("triton", one.first)
+            if base != UNBOUNDED or mate is None or not mate.device_ms:
+                continue
+            ratio = compare(mate.device_ms, arm.device_ms)
+            saved = [1 - x for x in (ratio.ratio, ratio.high, ratio.low)]
+            times = (f"{x.median_ms or 0.0:.4f}" for x in (mate, arm))
+            cells = (one.result.case, mate.arm, arm.note.removeprefix("bounds save "), *times)
+            rows.append([*cells, "{:.1%} [{:.1%}, {:.1%}]".format(*saved)])
+    if not rows:
+        return ""
+    columns = ["case", "kernels", "bounds save", "ms", "ms without", "measured"]
+    return "What bounds save of the time of a launch:\n\n" + _table(columns, rows, {0, 1, 2})
 
 
 def _beside(first: str, group: Sequence[Benched]) -> str:
@@ -156,7 +222,7 @@ def _notes(group: Sequence[Benched]) -> str:
     for one in group:
         for arm in one.result.arms:
             words = arm.note if arm.status == "timed" else _short(arm)
-            if arm.status == DECLINED or arm.arm == NOISE or ELSEWHERE in arm.arm:
+            if arm.status == DECLINED or arm.arm == NOISE or not _compared(arm.arm):
                 continue
             if words:
                 told.setdefault((arm.arm, words), []).append(one.result.case)
