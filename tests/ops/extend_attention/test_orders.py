@@ -51,7 +51,7 @@ def test_every_order_of_a_turn_has_the_same_bits(options, layout):
     batch = draw([24] * len(prefixes), prefixes, 4, 2, 64, dtype=HALF, seed=1)
     arguments = in_pages(batch, 97) if layout == "pages" else batch.arguments()
     found = []
-    for order in ("", "early", "ahead"):
+    for order in ("", "early", "late", "ahead"):
         with patched("order", order):
             found.append(run((64, PAGE, 64), arguments, **options))
     expect_close(found[0], expected(batch, **options), 2 * ROUNDING[HALF])

@@ -50,7 +50,7 @@ def test_reproducible_tiles_with_cached_and_packed_keys_compile(layout, target):
 
 
 NAMES = {
-    "cuda:90": ("D192-DV128-bf16",),
+    "cuda:90": ("D64-bf16", "D64-bf16-pages", "D192-DV128-bf16"),
     "cuda:120": ("D192-DV128-bf16",),
     "hip:gfx942": ("D192-DV128-bf16",),
     "hip:gfx1151": ("D512-bf16", "D128-fp32"),
