@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from headstart import __version__
 from headstart.evidence.prefill.compare import Comparison, compare
 from headstart.evidence.prefill.loading import Loaded, quiet
 from headstart.evidence.prefill.replay import Recorder, Replay, replay
@@ -108,7 +109,8 @@ class Report:
         """The report as plain data; the continuation's bytes as Latin-1 text."""
         data = {
             "schema": SCHEMA,
-            "versions": {name: version(name) for name in ("headstart", "torch", "transformers")},
+            "versions": {"headstart": __version__}
+            | {name: version(name) for name in ("torch", "transformers")},
             "threads": torch.get_num_threads(),
         } | asdict(self)
         data["continuation"] = self.continuation.decode("latin-1")
