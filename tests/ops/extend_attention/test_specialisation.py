@@ -152,8 +152,10 @@ def test_caches_that_grow_compile_one_kernel(options):
                     q, *new, plan=plan, cache=cache, implementation="triton", **options
                 )
     kernel = "unified_kernel" if options else "extend_kernel"
-    # One where new keys are in the cache, one where they are beside it.
-    assert sorted(name for name, _ in found) == [kernel, kernel, "write_kernel"]
+    # One where new keys are in the cache, one where they are beside it. Draws are cleared where a
+    # device has fewer programs than there is work.
+    names = sorted(name for name, _ in found if name != "clear_kernel")
+    assert names == [kernel, kernel, "write_kernel"]
 
 
 def test_kernels_are_told_apart():
