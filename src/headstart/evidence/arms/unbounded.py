@@ -26,9 +26,10 @@ EDITS = {
     ),
     "unified": (
         (
-            "upper = tl.where(old_seen | new_seen, upper, lower)",
-            """upper = tl.maximum(old_run[0] + old_run[1], new_run[0] + new_run[1])
-            lower = tl.where(old_run[1] > 0, old_run[0], new_run[0])""",
+            "    return (old_run, new_run), lower, tl.where(old_seen | new_seen, upper, lower)",
+            """    upper = tl.maximum(old_run[0] + old_run[1], new_run[0] + new_run[1])
+    lower = tl.where(old_run[1] > 0, old_run[0], new_run[0])
+    return (old_run, new_run), lower, upper""",
         ),
     ),
 }  # fmt: skip
