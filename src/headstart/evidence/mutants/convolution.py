@@ -119,8 +119,9 @@ MUTANTS = (
         name="convolution-kernel-stale-history",
         fault="A new sequence in a used slot sees the inputs of the one before.",
         pitfall=64,
-        old="            seen = seen & (start + since >= 0)\n",
-        new="",
+        old="            seen = seen & (start + since >= 0)\n"
+        "            at = (start + since) % old_rows",
+        new="            at = (start + since + old_rows) % old_rows",
         checks=("convolution reused slots",),
     ),
     _kernel(
