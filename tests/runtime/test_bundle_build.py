@@ -157,7 +157,7 @@ def test_models_share_a_bundle_and_each_has_its_own():
     )
     assert set(every.programs) == {*first.programs, *second.programs}
     assert {program.name for program in second.programs.values()} == {
-        "extend_kernel", "unified_kernel", "join_kernel", "write_kernel",
+        "extend_kernel", "unified_kernel", "clear_kernel", "join_kernel", "write_kernel",
     }  # fmt: skip
     assert every.asked[next(iter(second.programs))].startswith("gpt-oss-20b: ")
 

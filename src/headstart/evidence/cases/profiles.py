@@ -90,6 +90,11 @@ def _linear(H: int, HV: int, dtype: str = "bfloat16") -> Iterator[Case]:
         plain = DeltaCase(id=f"plain-{name}", lengths=lengths, **sizes)
         yield plain
         yield replace(plain, id=plain.id + "-none", state="none")
+    # Snapshots asked for where no border lies: there is nothing to copy in bulk to.
+    yield DeltaBlockCase(
+        id="layer-within-kept", lengths=(46,), starts=(81,), snapshot_every=64,
+        snapshot_dtype="float32", **sizes,
+    )  # fmt: skip
 
 
 def _softmax(

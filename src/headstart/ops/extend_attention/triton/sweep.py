@@ -110,29 +110,13 @@ def shown(p_mask, seen, o_column, m_column, dtype: tl.constexpr, PRECISION: tl.c
     p_mask: pointer to key 0's entry [BM]; seen: which rows are read [BM]; o_column: columns [BN];
     m_column: which of them are read [BN]. That spread comes from a product with 1. Else the
     compiler may spread the weights of a masked tile as the entries were loaded, and the sum over a
-    row would be taken in another order, with other bits than without a mask. A few columns at a
-    time: they take the registers of a few.
+    row would be taken in another order, with other bits than without a mask.
     """
-    if o_column.shape[0] > 32:
-        o_left, o_right = parts(o_column)
-        m_left, m_right = parts(m_column)
-        left = shown(p_mask, seen, o_left, m_left, dtype, PRECISION)
-        right = shown(p_mask, seen, o_right, m_right, dtype, PRECISION)
-        both = tl.permute(tl.join(left, right), (0, 2, 1))
-        found = tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
-    else:
-        p_entry = p_mask[:, None] + o_column[None, :]
-        entries = tl.load(p_entry, mask=seen[:, None] & m_column[None, :], other=0)
-        o_c = tl.arange(0, entries.shape[1])
-        one = (o_c[:, None] == o_c[None, :]).to(dtype)
-        found = tl.dot((entries != 0).to(dtype), one, input_precision=PRECISION) > 0.5
-    return found
-
-
-@triton.jit
-def parts(x):
-    """First and second half of [C]."""
-    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
+    p_entry = p_mask[:, None] + o_column[None, :]
+    entries = tl.load(p_entry, mask=seen[:, None] & m_column[None, :], other=0)
+    o_c = tl.arange(0, entries.shape[1])
+    one = (o_c[:, None] == o_c[None, :]).to(dtype)
+    return tl.dot((entries != 0).to(dtype), one, input_precision=PRECISION) > 0.5
 
 
 @triton.jit
