@@ -147,8 +147,9 @@ def _preparers(given: Given) -> int:
     HV, chunks = given["HV"], given["items_there"]
     there = processors(given["q"].device)
     left = there - given["V"] // COLUMNS * HV * given["N"]
-    # Chunks are prepared sequence after sequence: more than one would wait for each other. A long
-    # prompt that went on from the tail of a cache did not end on an H200; why is not known.
+    # Chunks are prepared sequence after sequence: more than one would wait for each other. On a
+    # cache a long prompt did not end on an H200 where chunks are passed over; since `ask` it does
+    # with the usual window of drafts, and until it was seen with others these are prepared before.
     if given["N"] > 1 or given["SEGMENTS"] > 1 or given["CACHED"] or left <= 0:
         return 0
     meanwhile = START + chunks * max(WAITING_STEP, TILE * HV / left)
