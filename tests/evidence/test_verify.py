@@ -361,3 +361,13 @@ def test_records_that_do_not_read_name_file_and_field(tmp_path, change, words):
     with pytest.raises(ValueError, match=r"run\.json") as caught:
         runs.load(file, Verification, "verify")
     assert words in str(caught.value)
+
+
+def test_records_keep_no_folders_of_the_machine_they_were_made_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADSTART_BUNDLE", str(tmp_path / "programs"))
+    file = tmp_path / "run.json"
+    runs.save(file, "trace", [], {"trace_file": str(tmp_path / "trace.jsonl"), "ratio": "1/2"})
+    assert str(tmp_path) not in file.read_text()
+    kept = runs.load(file)
+    assert kept.options == {"trace_file": "trace.jsonl", "ratio": "1/2"}
+    assert kept.environment.variable["HEADSTART_BUNDLE"] == "programs"

@@ -57,7 +57,7 @@ class Environment(Record):
             revision=revision(),
             version=facts["version"],
             device=facts["device"],
-            variable=facts["variable"],
+            variable={name: _without_folder(value) for name, value in facts["variable"].items()},
         )
 
 
@@ -82,10 +82,17 @@ def save(
 ) -> None:
     """Write a run made here and now; ValueError where the file cannot be written.
 
-    results: pydantic models or plain data.
+    results: pydantic models or plain data. Of an absolute path among the options the record keeps
+    the last part: folders of the machine it was made on tell its readers nothing.
     """
-    run = Run[Any](kind=kind, options=options or {}, results=list(results))
+    options = {name: _without_folder(value) for name, value in (options or {}).items()}
+    run = Run[Any](kind=kind, options=options, results=list(results))
     write(path, run.model_dump_json(indent=2) + "\n")
+
+
+def _without_folder(value: Any) -> Any:
+    absolute = isinstance(value, str | Path) and Path(value).is_absolute()
+    return Path(value).name if absolute else value
 
 
 def load(path: Path | str, model: type[R] = dict, kind: str | None = None) -> Run[R]:  # type: ignore[assignment]
