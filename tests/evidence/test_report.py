@@ -169,6 +169,17 @@ def test_a_case_of_one_length_draws_no_curve(whole):
     assert "Time against prompt length" not in section(whole, "times-2")
 
 
+def test_a_convolution_is_shown_with_its_error(tmp_path):
+    figures = Accuracy(
+        output="convolution", heads=4, last_half=1.5e-3, row_error=3e-3, allowed=2e-3
+    )
+    arm = made.arm("headstart", 0.16).model_copy(update={"accuracy": (figures,)})
+    path = made.write(tmp_path, "a", "bench", [made.timed("conv-next-18778", arm)])
+    times = text_of(section(page_of(path), "times-1"))
+    assert "conv-next-18778 18,778 headstart timed 0.1600" in times
+    assert "1.50e-03 3.00e-03" in times
+
+
 def test_a_case_without_tokens_has_no_distance_to_its_floor(tmp_path):
     found = [made.timed(id, made.arm("headstart", 0.01)) for id in ("edge-1", "edge-3")]
     assert found[0].floor_ms == 0
@@ -441,6 +452,12 @@ def test_the_readme_shows_the_kept_runs():
     text = (ROOT / "README.md").read_text()
     runs = report.read_runs([ROOT / "evidence/runs"])
     assert report.fill_block(text, report.markdown(runs)) == text, "run `make results`"
+
+
+def test_the_kept_runs_make_a_page():
+    words = text_of(page_of(ROOT / "evidence/runs"))
+    for operation in ("Gated delta rule", "Extend attention", "Short convolution"):
+        assert f"Times: {operation}" in words
 
 
 def test_command_writes_a_page(all_runs, tmp_path, monkeypatch):

@@ -104,6 +104,8 @@ def _described(case: Any) -> str:
         words += [f"window {case.window}"] if case.window else []
         words += ["sinks"] if case.sinks else []
         words += [f"on {case.prefixes[0]:,}"] if any(case.cached) else []
+    elif case.op == "causal_conv1d":
+        words = [f"{case.channels:,} channels, width {case.width}"]
     else:
         words = [f"H {case.H}, HV {case.HV}"]
         words += ["per channel"] if case.per_channel else []

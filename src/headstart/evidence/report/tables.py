@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from headstart.evidence.benching import ArmResult
+from headstart.evidence.checking import MAIN
 from headstart.evidence.mutants import Found
 from headstart.evidence.paired import Ratio
 from headstart.evidence.report.reading import Benched, Compiled, RunFile
@@ -79,7 +80,7 @@ def times(group: Sequence[Benched]) -> Table:
     rows = []
     for one in group:
         for arm in one.result.arms:
-            error = next((e for e in arm.accuracy if e.output in ("o", "norm")), None)
+            error = next((e for e in arm.accuracy if e.output in MAIN), None)
             rows.append(
                 (
                     one.result.case,
