@@ -21,18 +21,22 @@ Progress = Callable[[str], None]
 def compiled(
     programs: Mapping[str, Program], jobs: int, progress: Progress = lambda words: None
 ) -> Iterator[None]:
-    """While this lasts, launches find these programs, compiled by `jobs` processes.
+    """While this lasts, launches find these programs, and those of HEADSTART_BUNDLE beside them.
 
-    One that does not compile is told where it is launched.
+    Those that it lacks are compiled by `jobs` processes; one that does not compile is told where it
+    is launched. Raises ValueError where HEADSTART_BUNDLE names no directory, or what it holds is
+    damaged.
     """
+    before = os.environ.get(BUNDLE)
     with tempfile.TemporaryDirectory(prefix="headstart-programs-") as folder:
+        if before:
+            _show(Bundle(Path(before)), Path(folder))
         build(
             Bundle(Path(folder)),
             list(programs.values()),
             jobs,
             lambda done, count, name: progress(f"compiled {done} of {count}: {name}"),
         )
-        before = os.environ.get(BUNDLE)
         os.environ[BUNDLE] = folder
         try:
             yield
@@ -40,3 +44,12 @@ def compiled(
             os.environ.pop(BUNDLE)
             if before is not None:
                 os.environ[BUNDLE] = before
+
+
+def _show(bundle: Bundle, folder: Path) -> None:
+    """Let what a bundle holds be found in a folder too: programs, and what launches them."""
+    bundle.folders()  # says so where there is no such directory
+    for held in bundle.path.glob("*/[!.]*-*"):
+        there = folder / held.parent.name
+        there.mkdir(exist_ok=True)
+        (there / held.name).symlink_to(held.absolute())
