@@ -2,6 +2,7 @@
 
 import functools
 import os
+import random
 import threading
 import time
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from tests.implementations import DEVICE, INTERPRETED, KERNELS
 
 import headstart
+from headstart import DeltaCache
 from headstart.cli.commands import headstart as command
 from headstart.evidence import runs
 from headstart.evidence.verify import soak as soaks
@@ -33,6 +35,21 @@ def changed(monkeypatch, name, change):
 
 def next_float(x):
     return torch.nextafter(x, x + 1)
+
+
+def in_a_batch(given):
+    return given.get("schedule", given.get("plan")).N > 1
+
+
+def drafted(given):
+    return any(given["schedule"].drafts)
+
+
+def resumed(given):
+    """Slot 0 is that of sequences alone; after a hit they bring other counts than drafts do."""
+    schedule, state = given["schedule"], given.get("state")
+    alone = state is not None and list(state.slots) == [0]
+    return alone and schedule.starts[0] and schedule.T != soaks.DRAFTS
 
 
 @pytest.mark.kernels
@@ -65,20 +82,72 @@ def test_what_laps_launch_on_a_gpu_is_known_beforehand(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("operation", "says"),
-    [("gated_delta_rule", "o of the rule"), ("extend_attention", "o of attention")],
+    ("operation", "when", "says"),
+    [
+        ("gated_delta_rule", in_a_batch, "o of the rule"),
+        ("gated_delta_rule", drafted, "o of the rule of drafts"),
+        ("gated_delta_rule", resumed, "o of the rule after a hit"),
+        ("causal_conv1d", in_a_batch, "the convolution"),
+        ("causal_conv1d", drafted, "the convolution of drafts"),
+        ("causal_conv1d", resumed, "the convolution after a hit"),
+        ("extend_attention", in_a_batch, "o of attention"),
+    ],
 )
-def test_a_bit_that_depends_on_the_batch_ends_it(monkeypatch, operation, says):
+def test_a_bit_that_depends_on_the_batch_ends_it(monkeypatch, operation, when, says):
     def jitter(found, given):
-        alone = given.get("schedule", given.get("plan")).N == 1
+        if not when(given):
+            return found
         if isinstance(found, torch.Tensor):
-            return found if alone else next_float(found)
-        return found if alone else found._replace(o=next_float(found.o))
+            return next_float(found)
+        name = found._fields[0]
+        return found._replace(**{name: next_float(getattr(found, name))})
 
     changed(monkeypatch, operation, jitter)
-    found = soak("torch", seconds=2.0, threads=1)
+    found = soak("torch", seconds=5.0, threads=1)
     assert f"{says} has other bits alone than in its batch" in found.failure
     assert found.failures == [found.failure]
+
+
+@pytest.mark.parametrize("hits", [False, True])
+def test_a_state_that_differs_ends_it(monkeypatch, hits):
+    real, copied = DeltaCache.export, []
+    copy = DeltaCache.copy
+
+    def copying(self, *slots):
+        copied.append(slots)
+        copy(self, *slots)
+
+    def export(self, slots):
+        positions, states, histories = real(self, slots)
+        other = len(slots) == 1 and copied if hits else len(slots) > 1
+        return positions, next_float(states) if other else states, histories
+
+    monkeypatch.setattr(DeltaCache, "copy", copying)
+    monkeypatch.setattr(DeltaCache, "export", export)
+    says = "a state after a hit" if hits else "a state"
+    failure = soak("torch", seconds=5.0, threads=1).failure
+    assert f"{says} has other bits alone than in its batch" in failure
+
+
+def test_sequences_that_bring_no_token_are_not_counted():
+    life = soaks.Life("torch", torch.device("cpu"), 0, 0)
+    totals = [soaks.Drawn(life, random.Random(seed)).total for seed in range(5)]
+    with torch.inference_mode():
+        for seed in range(5):
+            life.lap(random.Random(seed))
+    assert life.sequences == sum(total > 0 for batch in totals for total in batch)
+    assert life.sequences < sum(map(len, totals))
+
+
+def test_many_sequences_are_short_ones_that_bring_tokens():
+    life = soaks.Life("torch", torch.device("cpu"), 0, 0)
+    life.most = soaks.MOST
+    batches = [soaks.Drawn(life, random.Random(seed)).first for seed in range(50)]
+    large = [batch for batch in batches if len(batch) == max(soaks.SEQUENCES)]
+    assert large
+    for batch in large:
+        assert sum(batch) <= soaks.MOST
+        assert sum(length > 0 for length in batch) > len(batch) / 2
 
 
 def test_a_default_mode_that_is_far_off_ends_it(monkeypatch):
@@ -111,10 +180,11 @@ def test_a_thread_that_hangs_is_told_with_its_stack(monkeypatch, capfd):
 
 
 def held(*megabytes, name="device_bytes"):
-    """A soak whose samples hold so much."""
+    """A soak whose samples hold so much of each name."""
+    names = (name,) if isinstance(name, str) else name
     base = {"host_bytes": 10 * MIB, "device_bytes": 10 * MIB, "scratch_bytes": 0}
     samples = [
-        Sample(seconds=n, laps=n, **base | {name: int(size * MIB)})
+        Sample(seconds=n, laps=n, **base | dict.fromkeys(names, int(size * MIB)))
         for n, size in enumerate(megabytes)
     ]
     return Soak(implementation="triton", device="cuda", seed=0, threads=1, seconds=9.0, laps=9,
@@ -126,7 +196,12 @@ def held(*megabytes, name="device_bytes"):
     [
         (held(1, 100, 100), False),
         (held(100, 100, 100.5), False),
-        (held(100, 100, 120), True),
+        (held(100, 100, 102), True),
+        (held(100, 102), True),
+        (held(100), False),
+        (held(100, 100, 100, 102), True),
+        (held(100, 100, 120, name=("device_bytes", "scratch_bytes")), False),
+        (held(0, 0, 0, name="device_bytes"), False),
         (held(100, 100, 160, name="host_bytes"), False),
         (held(100, 100, 200, name="host_bytes"), True),
     ],

@@ -2,9 +2,9 @@
 
 A lap is a random batch on dirty slots of a cache that outlives it: convolution, rule and attention
 bring it in two steps, keep snapshots, draft, and bring it once more in the default mode. Some of
-its sequences then come again cold and alone, and from a snapshot: their bits must be those of the
-batch. Every thread has a stream, caches and scratch of its own. Now and then all of them stop, and
-what the process holds is counted.
+its sequences then come again cold and alone, with the drafts as a step, and from a snapshot: their
+bits must be those of the batch. Every thread has a stream, caches and scratch of its own. Now and
+then all of them stop, and what the process holds is counted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from headstart.runtime.rehearsal import rehearsing
 SEQUENCES = (1, 3, 16, 64, 200)
 LENGTHS = (0, 1, 1, 2, 5, 31, 64, 65, 90, 130)
 """Of a step; each sequence has two."""
+LONGEST = 4
+"""Most tokens of one sequence, in equal shares of a step: many sequences are short ones."""
 MOST = 2048
 """New tokens of a step."""
 ALONE = 3
@@ -54,7 +56,8 @@ SPELLS = 12
 PATIENCE = 300.0
 """Seconds beyond a spell after which threads are taken to hang: first laps compile."""
 TENTH, HOST_ROOM, DEVICE_ROOM = 0.1, 64 * 2**20, 2**20
-"""What memory may grow by in the second half: a tenth and some bytes."""
+"""What memory may grow by in the second half: a process by a tenth and some bytes, for what its
+allocators keep; a device by some bytes, beside scratch that has met a larger batch."""
 
 
 class Broken(Exception):
@@ -78,8 +81,8 @@ class Sample(Record):
 class Soak(Record):
     """What became of one implementation.
 
-    laps, sequences: of all threads. calls: by operation. compared: tensors whose bits were.
-    failure: the sentence that ended it, or None.
+    laps: of all threads; sequences: theirs that brought a token. calls: by operation. compared:
+    tensors whose bits were. failure: the sentence that ended it, or None.
     """
 
     implementation: str
@@ -96,12 +99,10 @@ class Soak(Record):
 
     @property
     def growth(self) -> dict[str, int]:
-        """Bytes gained from the middle to the end, by field of a sample."""
-        if not self.samples:
-            return {}
-        middle, last = self.samples[len(self.samples) // 2], self.samples[-1]
+        """Bytes gained from the middle to the end, by field of a sample; empty without any."""
         names = ("host_bytes", "device_bytes", "scratch_bytes")
-        return {name: getattr(last, name) - getattr(middle, name) for name in names}
+        held = {name: _ends(self.samples, name) for name in names}
+        return {name: ends[1] - ends[0] for name, ends in held.items() if ends}
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -120,18 +121,27 @@ class Soak(Record):
     def failures(self) -> list[str]:
         """What was not right, a sentence each."""
         found = [] if self.failure is None else [self.failure]
-        for name, room in (("host_bytes", HOST_ROOM), ("device_bytes", DEVICE_ROOM)):
-            gained = self.growth.get(name, 0)
-            if self.samples and gained > TENTH * getattr(self.samples[-1], name) + room:
-                words = name.replace("_", " ")
-                found.append(f"{words}: {gained:,} more at the end than in the middle")
+        if not self.samples:
+            return found
+        gained, last = self.growth, self.samples[-1]
+        if gained["host_bytes"] > TENTH * last.host_bytes + HOST_ROOM:
+            found.append(f"host bytes: {gained['host_bytes']:,} more at the end than in the middle")
+        beside = gained["device_bytes"] - gained["scratch_bytes"]
+        if last.device_bytes and beside > DEVICE_ROOM:
+            found.append(f"device bytes: {beside:,} more at the end than in the middle, "
+                         "beside scratch")  # fmt: skip
         return found
+
+
+def _ends(samples: tuple[Sample, ...], name: str) -> tuple[int, ...]:
+    """What a field held in the middle and at the end."""
+    ends = (samples[(len(samples) - 1) // 2], samples[-1]) if samples else ()
+    return tuple(getattr(sample, name) for sample in ends)
 
 
 def _change(samples: tuple[Sample, ...], name: str) -> str:
     """MiB in the middle and at the end."""
-    ends = [samples[len(samples) // 2], samples[-1]] if samples else []
-    return " to ".join(f"{getattr(sample, name) / 2**20:,.1f}" for sample in ends) or "-"
+    return " to ".join(f"{held / 2**20:,.1f}" for held in _ends(samples, name)) or "-"
 
 
 class Life:
@@ -195,7 +205,7 @@ class Life:
     def lap(self, dice: random.Random) -> None:
         """One batch, and some of its sequences again; raises `Broken`."""
         batch = Drawn(self, dice)
-        self.sequences += len(batch.first)
+        self.sequences += sum(total > 0 for total in batch.total)
         batch.delta()
         batch.attention()
 
@@ -214,9 +224,11 @@ class Drawn:
         self.alone = dice.sample(eligible, min(ALONE, len(eligible)))
 
     def _lengths(self, count: int | None = None) -> list[int]:
+        count = self.dice.choice(SEQUENCES) if count is None else count
         left, found = self.life.most, []
-        for _ in range(self.dice.choice(SEQUENCES) if count is None else count):
-            length = self.dice.choice(LENGTHS)
+        lengths = [length for length in LENGTHS if length * count <= LONGEST * left]
+        for _ in range(count):
+            length = self.dice.choice(lengths)
             found.append(length if length <= left else 0)
             left -= found[-1]
         return found
@@ -261,13 +273,15 @@ class Drawn:
     def delta(self) -> None:
         """Both steps on dirty slots with snapshots, drafts on top, and what comes again."""
         life, N, T = self.life, len(self.first), sum(self.total)
-        g = -(torch.rand(T, life.HV, generator=self.at) ** 4)
-        beta = torch.rand(T, life.HV, generator=self.at)
-        k = self.some(T, life.H, life.K)
-        rows = [
-            self.some(T, life.H, life.K), k, self.some(T, life.HV, life.K),
-            g.to(life.device), beta.to(life.device), self.some(T, CHANNELS),
+        drawn = T + N * DRAFTS
+        g = -(torch.rand(drawn, life.HV, generator=self.at) ** 4)
+        beta = torch.rand(drawn, life.HV, generator=self.at)
+        both = [
+            self.some(drawn, life.H, life.K), self.some(drawn, life.H, life.K),
+            self.some(drawn, life.HV, life.K), g.to(life.device), beta.to(life.device),
+            self.some(drawn, CHANNELS),
         ]  # fmt: skip
+        rows, guesses = [x[:T] for x in both], [x[T:] for x in both]
         free = self.dice.sample(range(1, life.slots), life.slots - 1)
         slots = [free.pop() for _ in range(N)]
         starts, outputs, kept = [0] * N, [], []
@@ -288,27 +302,23 @@ class Drawn:
             starts = [a + b for a, b in zip(starts, lengths, strict=True)]
         states = life.cache.export(slots)[1]
         drafts = Schedule([DRAFTS] * N, start_positions=starts, drafts=True, device=life.device)
-        self.forward([x[:1].expand(N * DRAFTS, *x.shape[1:]) for x in rows] if T else
-                     [x.new_zeros(N * DRAFTS, *x.shape[1:]) for x in rows],
-                     drafts, slots, [])  # fmt: skip
+        guessed = self.forward(guesses, drafts, slots, [])
         o, y = (self.whole(first, second) for first, second in zip(*outputs, strict=True))
         for n in self.alone:
-            brought = [x[self.mine(n)] for x in rows]
-            schedule = Schedule([self.total[n]], device=life.device)
-            found = self.forward(brought, schedule, [0], [])
-            self.same(found[0], o[self.mine(n)], "o of the rule")
-            self.same(found[1], y[self.mine(n)], "the convolution")
+            mine, total = self.mine(n), self.total[n]
+            brought = [x[mine] for x in rows]
+            self.again(brought, 0, (o[mine], y[mine]), "")
             self.same(life.cache.export([0])[1][0], states[n], "a state")
-            hits = [(position, slot) for m, position, slot in kept if m == n and position]
+            own = slice(n * DRAFTS, (n + 1) * DRAFTS)
+            wanted = guessed[0][own], guessed[1][own]
+            self.again([x[own] for x in guesses], total, wanted, " of drafts")
+            hits = [(position, slot) for m, position, slot in kept if m == n and position < total]
             if hits:
                 position, slot = self.dice.choice(hits)
                 life.cache.copy([slot], [0])
                 rest = [x[position:] for x in brought]
-                schedule = Schedule(
-                    [self.total[n] - position], start_positions=[position], device=life.device
-                )
-                found = self.forward(rest, schedule, [0], [])
-                self.same(found[0], o[self.mine(n)][position:], "o after a hit")
+                self.again(rest, position, (o[mine][position:], y[mine][position:]), " after a hit")
+                self.same(life.cache.export([0])[1][0], states[n], "a state after a hit")
         plain = life.rule(
             *rows[:5], schedule=Schedule(self.total, device=life.device), qk_l2norm=True
         )
@@ -324,6 +334,20 @@ class Drawn:
         how["snapshots"] = life.cache.at(targets) if targets else None
         y = life.convolve(x, life.weight, **how).y
         return life.rule(*rows, **how, qk_l2norm=True).o, y
+
+    def again(
+        self,
+        rows: list[torch.Tensor],
+        start: int,
+        wanted: tuple[torch.Tensor, torch.Tensor],
+        where: str,
+    ) -> None:
+        """Bring rows to slot 0, alone in a step without drafts, and compare."""
+        device = self.life.device
+        schedule = Schedule([len(rows[0])], start_positions=[start], device=device)
+        o, y = self.forward(rows, schedule, [0], [])
+        self.same(o, wanted[0], f"o of the rule{where}")
+        self.same(y, wanted[1], f"the convolution{where}")
 
     def whole(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """Rows of whole sequences from those of both steps."""
@@ -403,6 +427,7 @@ def soak(
     on_gpu = place.type == "cuda" and implementation not in WIDE
     programs = _programs(implementation, place, seed, threads) if on_gpu else {}
     lives = [Life(implementation, place, number, seed) for number in range(threads)]
+    synchronize(place)  # their streams wait for nothing that this thread's still fills
     samples: list[Sample] = []
     with compiled(programs, jobs) if on_gpu else nullcontext(), poisoned_memory():
         failure, began = _spell(lives, 0.0), time.monotonic()
