@@ -375,19 +375,6 @@ def test_the_model_is_given_back(prompt):
     assert [list(vars(each)) for each in loaded.model.modules()] == [list(each) for each in before]
 
 
-def test_a_bar_is_shown_only_to_those_who_wait(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with module.progress_bar("prefill", 2) as show:
-        show(1)
-        show(2)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(module, "PATIENCE", -1.0)
-    with module.progress_bar("prefill", 2) as show:
-        show(1)
-        show(2)
-    assert "prefill" in capsys.readouterr().err
-
-
 def test_as_a_process(prompt):
     asked = "--compare --prefix-cache --continuation 2"
     done = subprocess.run(

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import Group, Seconds, need, seed_option
+from headstart.cli.commands import Group, need
 from headstart.cli.devices import device_of
+from headstart.cli.options import Seconds, device_option, json_option, options_of, seed_option
+from headstart.cli.progress import progress_words
 
 if TYPE_CHECKING:
     from headstart.evidence.arms.sources import Sources
@@ -62,9 +64,9 @@ def command() -> None:
 def _shared(function: Callable[..., None]) -> Callable[..., None]:
     """Options of `run` and `stages`."""
     for option in (
-        click.option("--json", "json_file", metavar="FILE", help="Write all figures there."),
+        json_option,
         seed_option("Of the inputs."),
-        click.option("--device", metavar="DEVICE", help="By default cuda if there is one."),
+        device_option(),
     ):
         function = option(function)
     return function
@@ -165,7 +167,7 @@ def run(
     lost = 0
     with Sources(tuple(dict.fromkeys(name for _, names in chosen for name in names))) as sources:
         if jobs > 1:
-            found = run_jobs(wanted, jobs, limit, progress("bench"))
+            found = run_jobs(wanted, jobs, limit, progress_words("bench"))
         else:
             found = _one_by_one(wanted, sources)
         for job, result in found:
@@ -176,7 +178,7 @@ def run(
             results.append(result)
             _print_case(result)
             if json_file is not None:  # after every case: a run that is cut short is not lost
-                runs.save(json_file, "bench", results, _options(ctx))
+                runs.save(json_file, "bench", results, options_of(ctx))
     bad = any(arm.status in ("wrong", "failed") for result in results for arm in result.arms)
     ctx.exit(1 if bad or lost else 0)
 
@@ -208,7 +210,7 @@ def _one_by_one(jobs: Sequence[Job], sources: Sources) -> Iterator[tuple[Job, Ca
                     groups=job.groups,
                     noise_floor=job.noise_floor,
                     ceilings=ceilings[case.dtype],
-                    progress=progress(case.id),
+                    progress=progress_words(case.id),
                 ),
             )
         except DeviceLost as lost:
@@ -262,12 +264,12 @@ def stages(
             against=against,
             seed=seed,
             rounds=rounds,
-            progress=progress(case.id),
+            progress=progress_words(case.id),
         )
         results += found
         _print_stages(found, top)
         if json_file is not None:
-            runs.save(json_file, "stages", results, _options(ctx))
+            runs.save(json_file, "stages", results, options_of(ctx))
     print_table(STAGE_COLUMNS, [_stage_row(result) for result in results], title="Summary")
     ctx.exit(1 if any(result.failed for result in results) else 0)
 
@@ -333,7 +335,7 @@ def _print_stages(found: list[StagesResult], top: int) -> None:
 @click.option("--experiments", type=click.IntRange(10, 1_000_000), default=400, show_default=True)
 @click.option("--rounds", type=ROUNDS, default=60, show_default=True)
 @click.option("--planted", type=float, default=0.03, show_default=True, help="To be found.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def simulate(
     ctx: click.Context, experiments: int, rounds: int, planted: float, json_file: str | None
@@ -368,7 +370,7 @@ def simulate(
         ],
     )
     if json_file is not None:
-        runs.save(json_file, "simulate", found, _options(ctx))
+        runs.save(json_file, "simulate", found, options_of(ctx))
     if not found[0].kept:
         print(f"headstart: the interval that bench reports: {found[0].verdict}", file=sys.stderr)
     ctx.exit(0 if found[0].kept else 1)
@@ -399,7 +401,7 @@ def _print_case(result: CaseResult) -> None:
     if result.clock_note:
         console().print(f"no graphs: {result.clock_note}", markup=False)
     for arm in result.arms:
-        for words in (arm.sentence, arm.note and f"{arm.note}"):
+        for words in (arm.sentence, arm.note):
             if words:
                 console().print(f"{arm.arm}: {words}", markup=False)
     print()
@@ -429,11 +431,6 @@ def _row(arm: Any) -> tuple[str, ...]:
     )
 
 
-def _options(ctx: click.Context) -> dict[str, Any]:
-    """How the command was called; where its record goes is no matter of the record."""
-    return {name: value for name, value in ctx.params.items() if name != "json_file"}
-
-
 def _parts(case: str) -> tuple[str, str, str]:
     """CASE=ARMS, taken apart."""
     return case.partition("=")
@@ -454,14 +451,3 @@ def _case(id: str) -> Case:
     if case.op == "model":
         raise ValueError(f"case: {id} is a whole model; bench runs the operations' cases")
     return case
-
-
-def progress(case: str) -> Callable[[str], None]:
-    """A line on a terminal's stderr that says what is being done."""
-    if not sys.stderr.isatty():
-        return lambda words: None
-
-    def show(words: str) -> None:
-        print(f"\r\x1b[K{case}: {words}\r", end="", file=sys.stderr, flush=True)
-
-    return show

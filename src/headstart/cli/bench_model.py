@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.bench import names_of, progress
-from headstart.cli.commands import Command, Seconds, need, seed_option
+from headstart.cli.bench import names_of
+from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
+from headstart.cli.options import (
+    DTYPES,
+    Seconds,
+    device_option,
+    json_option,
+    options_of,
+    seed_option,
+)
+from headstart.cli.progress import progress_words
 
 if TYPE_CHECKING:
     from headstart.evidence.models.records import ModelArm, ModelResult
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command(cls=Command)
@@ -51,7 +58,7 @@ DTYPES = ("float32", "bfloat16", "float16")
     type=click.Choice(DTYPES),
     help="By default bfloat16 on a GPU and float32 on a CPU.",
 )
-@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
+@device_option()
 @click.option("--rounds", type=click.IntRange(min=3), default=7, show_default=True)
 @click.option("--no-noise-floor", is_flag=True, help="Do not enter the first arm twice.")
 @click.option(
@@ -68,7 +75,7 @@ DTYPES = ("float32", "bfloat16", "float16")
     help="Of preparing all arms: those that are not prepared by then are given up.",
 )
 @seed_option("Of weights and prompt.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def model(
     ctx: click.Context,
@@ -111,7 +118,7 @@ def model(
     if json_file is not None:
         runs.expect_writable(json_file)
     dtype = dtype or ("bfloat16" if place.type == "cuda" else "float32")
-    show = progress(model)
+    show = progress_words(model)
     show("building")
     built = build(
         model, layers=layers, experts=experts, device=place, dtype=getattr(torch, dtype), seed=seed
@@ -132,8 +139,7 @@ def model(
     except DeviceLost as lost:
         raise click.ClickException(str(lost)) from lost
     if json_file is not None:
-        options = {name: value for name, value in ctx.params.items() if name != "json_file"}
-        runs.save(json_file, "model", [found], options)
+        runs.save(json_file, "model", [found], options_of(ctx))
     print_model(found, top)
     for arm in found.arms:
         if arm.sentence:

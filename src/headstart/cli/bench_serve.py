@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.bench import progress
-from headstart.cli.commands import Command, need, seed_option
+from headstart.cli.commands import Command, need
+from headstart.cli.options import json_option, options_of, seed_option
+from headstart.cli.progress import progress_words
 
 if TYPE_CHECKING:
     from headstart.evidence.serving.rounds import Served
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--output", type=click.IntRange(min=2), default=16, show_default=True)
 @click.option("--concurrency", type=click.IntRange(min=1), default=2, show_default=True)
 @seed_option("Of the requests.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -102,13 +103,12 @@ def serve(
                 name=model,
                 dtype=dtype,
                 rounds=rounds,
-                progress=progress("serve"),
+                progress=progress_words("serve"),
             )
         except RuntimeError as error:  # what vLLM said
             raise click.ClickException(str(error)) from error
     if json_file is not None:
-        options = {name: value for name, value in ctx.params.items() if name != "json_file"}
-        runs.save(json_file, "serve", [found], options)
+        runs.save(json_file, "serve", [found], options_of(ctx))
     _print(found)
 
 

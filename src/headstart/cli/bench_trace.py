@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.bench import progress
-from headstart.cli.commands import Command, need, seed_option
+from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
+from headstart.cli.options import device_option, json_option, options_of, seed_option
+from headstart.cli.progress import progress_words
 
 if TYPE_CHECKING:
     from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
@@ -86,9 +87,9 @@ GIB = 2**30
     help="Requests with hits whose rows workloads compare with a cold prefill's.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=6, show_default=True)
-@click.option("--device", default="cpu", show_default=True, metavar="DEVICE")
+@device_option("cpu")
 @seed_option("Of the sample.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def trace(
     ctx: click.Context,
@@ -137,8 +138,7 @@ def trace(
     def keep(found: Sequence[Any]) -> None:
         results.extend(found)
         if json_file is not None:  # after every part: a run that is cut short is not lost
-            options = {name: value for name, value in ctx.params.items() if name != "json_file"}
-            runs.save(json_file, "trace", results, options)
+            runs.save(json_file, "trace", results, options_of(ctx))
 
     texts_of_sample = texts(sample, strict=strict_text)
     if "bookkeeping" in chosen:
@@ -156,7 +156,7 @@ def trace(
             texts(sample.shortened(int(shorten)), strict=strict_text),
             shortened=int(shorten),
             budget=replay_bound,
-            progress=progress("replay"),
+            progress=progress_words("replay"),
         )
         keep([replayed])
         _print_replay(replayed)
@@ -172,7 +172,7 @@ def trace(
             "model": sizes,
             "device": on,
             "step_tokens": step_tokens,
-            "progress": progress("workloads"),
+            "progress": progress_words("workloads"),
         }
         chosen_hits = [pair for pair in zip(prompts, hits[GRAIN], strict=True) if pair[1]]
         if pairs := chosen_hits[:compared]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from headstart.cli.commands import Group, need
+from headstart.cli.options import cores, device_option, json_option, options_of
+from headstart.cli.progress import progress_count
 
 MODELS = click.option(
     "--models",
@@ -20,7 +20,6 @@ MODELS = click.option(
     metavar="M",
     help="Only what these call: catalogue, qwen3-next-80b, gpt-oss-20b, ...; all.",
 )
-JSON = click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
 
 
 @click.group(cls=Group)
@@ -38,7 +37,7 @@ def command() -> None:
     "--python", "pythons", multiple=True, metavar="PYTHON", help="That will serve; this one."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Made if it is not there.")
-@JSON
+@json_option
 @click.pass_context
 def build(
     ctx: click.Context,
@@ -66,14 +65,14 @@ def build(
     if json_file is not None:
         _expect_record(json_file)
     bundle, found = Bundle(Path(output)), []
-    most = jobs or len(os.sched_getaffinity(0))
+    most = jobs or cores()
     serving = [Python.at(python) for python in pythons]
     for target in resolve_targets(targets):
         began = time.perf_counter()
         reached = reach(TARGETS[target], models)
         programs = list(reached.programs.values())
         bundle.make()  # rather than find out after the first has compiled
-        with _progress(target) as progress:
+        with progress_count(target) as progress:
             built = build(bundle, programs, most, progress, serving)
         failed = [
             f"FAILS for {target}: {program.name}, {reached.asked[program.key]}: {error}"
@@ -108,7 +107,7 @@ def build(
 @click.argument("directory", metavar="DIR")
 @click.option("--target", "targets", multiple=True, metavar="T", help="Only these; all in DIR.")
 @MODELS
-@JSON
+@json_option
 @click.pass_context
 def check(
     ctx: click.Context,
@@ -220,8 +219,8 @@ def list_programs(ctx: click.Context, directory: str, as_json: bool) -> None:
 @command.command()
 @click.argument("directory", metavar="DIR")
 @click.option("--call", "names", multiple=True, metavar="NAME", help="Only these; all.")
-@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
-@JSON
+@device_option()
+@json_option
 @click.pass_context
 def first(
     ctx: click.Context,
@@ -277,21 +276,4 @@ def _keep(ctx: click.Context, file: str, kind: str, found: Sequence[Mapping[str,
     from headstart.evidence import runs
     from headstart.evidence.bundles import records
 
-    options = {name: value for name, value in ctx.params.items() if name != "json_file"}
-    runs.save(file, "bundle", [getattr(records, kind)(**one) for one in found], options)
-
-
-@contextmanager
-def _progress(target: str) -> Iterator[Any]:
-    """A line on a terminal's stderr that says how far the compiling is."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-
-    def show(done: int, count: int, name: str) -> None:
-        print(f"\r\x1b[K{target}: {done} of {count}, {name}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr)
+    runs.save(file, "bundle", [getattr(records, kind)(**one) for one in found], options_of(ctx))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -96,27 +95,6 @@ def need(extra: str, *modules: str) -> None:
         raise MissingExtra(
             f"this command needs {' and '.join(missing)}: pip install 'headstart[{extra}]'"
         )
-
-
-class Seconds(click.FloatRange):
-    """Seconds of at least `least` and within what clocks take; not NaN, which click finds in every
-    range."""
-
-    def __init__(self, least: float) -> None:
-        super().__init__(min=least, max=1e8)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number, or a mistake of the caller's."""
-        found = super().convert(value, param, ctx)
-        if math.isnan(found):
-            self.fail("nan is no number of seconds.", param, ctx)
-        return found
-
-
-def seed_option(of: str) -> Any:
-    """The option --seed: any seed that torch takes, with room for those counted on from it."""
-    kind = click.IntRange(0, 2**62)
-    return click.option("--seed", type=kind, default=0, show_default=True, help=of)
 
 
 def _fail(message: str) -> NoReturn:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
+from headstart.cli.options import DTYPES, device_option, json_option
+from headstart.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from headstart.evidence.prefill.compare import Comparison
     from headstart.evidence.prefill.job import Hit, Report
-
-PATIENCE = 1.0
-"""Seconds after which a run shows a progress bar."""
 
 
 @click.command(cls=Command)
@@ -36,10 +32,10 @@ PATIENCE = 1.0
 )
 @click.option("--compare", is_flag=True, help="Run the model's own path too, and compare.")
 @click.option("--implementation", metavar="NAME", help="Run this implementation, strictly.")
-@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
+@device_option()
 @click.option(
     "--dtype",
-    type=click.Choice(("float32", "bfloat16", "float16")),
+    type=click.Choice(DTYPES),
     default="float32",
     show_default=True,
     help="Of weights and activations.",
@@ -51,7 +47,7 @@ PATIENCE = 1.0
     show_default=True,
     help="Tokens to predict after the prompt.",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -99,32 +95,6 @@ def command(
     for sentence in report.breaches:
         print(f"headstart: {sentence}", file=sys.stderr)
     ctx.exit(1 if report.breaches else 0)
-
-
-@contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error, once a run has taken over a second."""
-    from rich.progress import Progress
-
-    from headstart.cli.printing import console
-
-    bar = Progress(console=console(stderr=True), transient=True)
-    task = bar.add_task(title, total=total)
-    began = time.monotonic()
-    shown = False
-
-    def show(done: int) -> None:
-        nonlocal shown
-        bar.update(task, completed=done)
-        if not shown and sys.stderr.isatty() and time.monotonic() - began > PATIENCE:
-            shown = True
-            bar.start()
-
-    try:
-        yield show
-    finally:
-        if shown:
-            bar.stop()
 
 
 def print_report(report: Report) -> None:

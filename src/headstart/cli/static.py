@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 import click
 
 from headstart.cli.commands import Command, need
+from headstart.cli.options import json_option, options_of
+from headstart.cli.progress import progress_count
 
 COLUMNS = (
     "kernel",
@@ -52,7 +53,7 @@ COLUMNS = (
     help="List kernels from here instead of the registered places.",
 )
 @click.option("--list", "only_list", is_flag=True, help="Show the kernels, compile nothing.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -93,7 +94,10 @@ def command(
             raise ValueError(nothing)
         print_table(("operation", "kernel", "target"), found)
         return
-    with _progress() as progress, _other_side(other, asked, chosen, pattern) as compare:
+    with (
+        progress_count("static") as progress,
+        _other_side(other, asked, chosen, pattern) as compare,
+    ):
         results = collect(chosen, pattern=pattern, places=asked, progress=progress)
         by_python = [
             collect(chosen, pattern=pattern, places=asked, python=path, progress=progress)
@@ -105,7 +109,7 @@ def command(
 
     everything = [*results, *(result for group in by_python for result in group)]
     if json_file is not None:
-        runs.save(json_file, "static", everything, ctx.params)
+        runs.save(json_file, "static", everything, options_of(ctx))
     for title, group in ((f"Triton {g[0]['triton']}", g) for g in (results, *by_python) if g):
         print_table(COLUMNS, [_row(result) for result in group], title=title if pythons else "")
     failed = False
@@ -218,19 +222,3 @@ def _shortened(matrix: dict[str, int]) -> dict[str, int]:
 
 def _counts(found: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "none"
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A line on a terminal's stderr that says what is being compiled."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-
-    def show(done: int, count: int, name: str) -> None:
-        print(f"\r\x1b[K{done + 1} of {count}: {name}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr)

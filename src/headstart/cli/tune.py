@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.commands import Command, Seconds, need, seed_option
+from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
+from headstart.cli.options import (
+    Seconds,
+    cores,
+    device_option,
+    json_option,
+    options_of,
+    seed_option,
+)
+from headstart.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from headstart.evidence.tuning.results import KeyResult
@@ -22,7 +30,7 @@ OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm
 @click.option("--op", "operation", type=click.Choice(OPERATIONS), required=True)
 @click.option("--cases", "patterns", multiple=True, default=("*",), metavar="PATTERN",
               help="Ids of `headstart cases list`; small ones by patterns in -small.")  # fmt: skip
-@click.option("--device", metavar="DEVICE", help="By default cuda if there is one.")
+@device_option()
 @click.option("--dtype", default="", metavar="DTYPE", help="In place of the cases' own.")
 @click.option("--shares", default="1", show_default=True, metavar="S,...",
               help="Of the cases' lengths: 1,0.25 shows whether the ranking moves.")  # fmt: skip
@@ -34,7 +42,7 @@ OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm
               help="Begin no further key after these.")  # fmt: skip
 @seed_option("Of the inputs.")
 @click.option("-o", "--output", metavar="TABLE", help="Written, or its rows replaced by key.")
-@click.option("--json", "json_file", metavar="FILE", help="Write every figure there.")
+@json_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -57,7 +65,6 @@ def command(
     """
     need("evidence", "pydantic", "numpy")
 
-    from headstart.cli.prefill import progress_bar
     from headstart.cli.verify import DTYPES
     from headstart.evidence.files import expect_writable
     from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
@@ -71,7 +78,7 @@ def command(
     points = chosen_points(operation, patterns, _shares(shares), dtype)
     if sentence := declines_tensors(where, points[0].case.torch_dtype):
         raise Declined(f"tune on {where}: {sentence}")
-    keep = Kept(options={**ctx.params, "device": str(where)})
+    keep = Kept(options=options_of(ctx) | {"device": str(where)})
     if output is not None:
         expect_writable(output, "output")
         keep.table = table_at(Path(output), where)
@@ -85,7 +92,7 @@ def command(
     with progress_bar(f"tune {operation}", len(planned.keys)) as show:
         try:
             tune(
-                planned, where, keep, jobs=jobs or len(os.sched_getaffinity(0)), seconds=seconds,
+                planned, where, keep, jobs=jobs or cores(), seconds=seconds,
                 count=show, seed=seed, rounds=rounds, walks=walks,
             )  # fmt: skip
         except DeviceLost as reason:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import Command, Group, need, seed_option
+from headstart.cli import options
+from headstart.cli.commands import Command, Group, need
 from headstart.cli.devices import device_of
+from headstart.cli.options import cores, device_option, json_option, options_of, seed_option
+from headstart.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from headstart.evidence.cases import Case
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d")
 AGAINST = ("reference", "onnxruntime", "transformers", "fla", "flashinfer", "sdpa")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = (*options.DTYPES, "float64")
 PARTS = {
     "bits": "headstart.cli.verify_promises",
     "soak": "headstart.cli.verify_soak",
@@ -65,13 +67,6 @@ def command() -> None:
     """
 
 
-def device_option(function: Any) -> Any:
-    """The option that says where an implementation runs."""
-    return click.option(
-        "--device", default="cpu", show_default=True, help="Where the implementation runs."
-    )(function)
-
-
 def implementations(op: str, name: str) -> list[str]:
     """The implementations of an operation that `name` stands for."""
     from headstart.runtime.dispatch import NAMES, operations
@@ -88,7 +83,7 @@ def implementations(op: str, name: str) -> list[str]:
 @click.option("--op", type=click.Choice(OPERATIONS), help="Only cases of one operation.")
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
 @click.option("--against", type=click.Choice(AGAINST), default="reference", show_default=True)
-@device_option
+@device_option("cpu")
 @click.option("--dtype", type=click.Choice(DTYPES), help="In place of the cases' own.")
 @seed_option("Of the inputs.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
@@ -96,7 +91,7 @@ def implementations(op: str, name: str) -> list[str]:
 @click.option("--cache/--no-cache", default=True, help="Keep float64 truths on disk (the default).")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; default: cores of a CPU run.")
 @click.option("--outputs", is_flag=True, help="Show every output, however many cases there are.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures there.")
+@json_option
 @click.pass_context
 def cases(
     ctx: click.Context,
@@ -120,7 +115,6 @@ def cases(
     need("evidence", "pydantic", "numpy")
     import torch
 
-    from headstart.cli.prefill import progress_bar
     from headstart.evidence import runs
     from headstart.evidence.verify import verify_many
 
@@ -131,7 +125,7 @@ def cases(
     where = device_of(device)
     kind = None if dtype is None else getattr(torch, dtype)
     if jobs is None:
-        jobs = (os.cpu_count() or 1) if where.type == "cpu" else 1
+        jobs = cores() if where.type == "cpu" else 1
     with progress_bar("verify", STEPS) as show:
         found = verify_many(
             work,
@@ -148,14 +142,7 @@ def cases(
     ran = [one for one in found if one.declined is None]
     _print(found, outputs or len(ran) <= FEW)
     if json_file is not None:
-        options = {
-            "op": op,
-            "implementation": implementation,
-            "against": against,
-            "seed": seed,
-            "repeats": repeats,
-        }
-        runs.save(json_file, "verify", found, options)
+        runs.save(json_file, "verify", found, options_of(ctx))
     ctx.exit(report_failures(f"{one.case}: {one.implementation}: {words}"
                              for one in ran for words in one.failures))  # fmt: skip
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.commands import Command, need, seed_option
+from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
-from headstart.cli.verify import device_option, report_failures
+from headstart.cli.options import device_option, json_option, options_of, seed_option
+from headstart.cli.progress import progress_bar
+from headstart.cli.verify import report_failures
 
 if TYPE_CHECKING:
     from headstart.evidence.mutants import Found, Mutant
@@ -25,7 +27,7 @@ LEAST_KILLED = 0.9
 @click.argument("names", metavar="[MUTANT ...]", nargs=-1)
 @click.option("--op", type=click.Choice(OPERATIONS), help="Only one operation.")
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
-@device_option
+@device_option("cpu")
 @click.option("--generated", type=click.IntRange(min=0), metavar="N",
               help=f"Draw so many more; default: {GENERATED} of what runs on a CPU as it is, none "
               "beside a MUTANT.")  # fmt: skip
@@ -33,7 +35,7 @@ LEAST_KILLED = 0.9
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True,
               help="Processes, a thread each.")  # fmt: skip
 @click.option("--list", "only_list", is_flag=True, help="Show the mutants, run nothing.")
-@click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
+@json_option
 @click.pass_context
 def mutants(
     ctx: click.Context,
@@ -52,7 +54,6 @@ def mutants(
     Exits with 1 if a listed one survives, or a generated one that nobody has explained.
     """
     need("evidence", "pydantic", "numpy")
-    from headstart.cli.prefill import progress_bar
     from headstart.evidence import runs
     from headstart.evidence.mutants import chosen, drawn, run_mutants, waiting
     from headstart.runtime.dispatch import NAMES
@@ -77,13 +78,7 @@ def mutants(
     if only_list:
         _print_list(picked)
         return
-    options = {
-        "op": op,
-        "implementation": implementation,
-        "device": where,
-        "generated": generated,
-        "seed": seed,
-    }
+    options = options_of(ctx) | {"generated": generated}
     began = time.perf_counter()
     ended: list[Found] = []
     doubts: list[str] = []

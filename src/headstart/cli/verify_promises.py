@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import Command, need, seed_option
+from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
-from headstart.cli.verify import device_option, expect_some, implementations, report_failures
+from headstart.cli.options import cores, device_option, json_option, options_of, seed_option
+from headstart.cli.progress import progress_bar
+from headstart.cli.verify import OPERATIONS, expect_some, implementations, report_failures
 
 if TYPE_CHECKING:
     from headstart.evidence.verify.transcript import Transcript
-
-OPERATIONS = ("gated_delta_rule", "extend_attention", "causal_conv1d")
-
-json_option = click.option(
-    "--json", "json_file", metavar="FILE", help="Write what was found there."
-)
 
 
 @click.command(cls=Command)
 @click.option("--op", type=click.Choice(OPERATIONS), help="Only one operation.")
 @click.option("--implementation", default="all", show_default=True, metavar="NAME|all")
-@device_option
+@device_option("cpu")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -46,7 +41,6 @@ def bits(
     Exits with 1 if one bit differs.
     """
     need("evidence", "pydantic", "numpy")
-    from headstart.cli.prefill import progress_bar
     from headstart.cli.printing import console, print_table
     from headstart.evidence import runs
     from headstart.evidence.verify.bits import CHECKS, verify_bits
@@ -54,7 +48,7 @@ def bits(
     if json_file is not None:
         runs.expect_writable(json_file)
     where, found = device_of(device), []
-    jobs = jobs or len(os.sched_getaffinity(0))
+    jobs = jobs or cores()
     for operation in [op] if op else OPERATIONS:
         _, forms, checks = CHECKS[operation]
         for name in implementations(operation, implementation):
@@ -85,7 +79,7 @@ def bits(
                            for name in ("compared", "differing"))  # fmt: skip
     console().print(f"\n{compared:,} tensors compared, {differing:,} with another bit")
     if json_file is not None:
-        runs.save(json_file, "bits", found, {"op": op, "implementation": implementation})
+        runs.save(json_file, "bits", found, options_of(ctx))
     ctx.exit(
         report_failures(
             f"{one.op}: {one.implementation}: {one.check}, {one.form}: {one.differing} of "
@@ -98,7 +92,7 @@ def bits(
 
 @click.command(cls=Command)
 @click.option("--implementation", default="torch", show_default=True, metavar="NAME|all")
-@device_option
+@device_option("cpu")
 @click.option("--count", type=click.IntRange(1, 100_000), default=12, show_default=True,
               help="Transcripts.")  # fmt: skip
 @click.option("--turns", type=click.IntRange(min=1), default=40, show_default=True,
@@ -126,7 +120,6 @@ def transcript(
     preempt, move out and in, and cancel. Exits with 1 if one is not as the replay says.
     """
     need("evidence", "pydantic", "numpy")
-    from headstart.cli.prefill import progress_bar
     from headstart.cli.printing import print_table
     from headstart.evidence import runs
     from headstart.evidence.verify.transcript import verify_transcripts
@@ -134,7 +127,6 @@ def transcript(
     if json_file is not None:
         runs.expect_writable(json_file)
     where = device_of(device)
-    options = {"implementation": implementation, "count": count, "turns": turns, "seed": seed}
     found: list[Transcript] = []
     declined = []
     for name in implementations("gated_delta_rule", implementation):
@@ -145,7 +137,7 @@ def transcript(
                 found.append(one)
                 show(len(found) - before)
                 if json_file is not None:  # after each: a run that is cut short is not lost
-                    runs.save(json_file, "transcript", found, options)
+                    runs.save(json_file, "transcript", found, options_of(ctx))
 
             _, left = verify_transcripts(
                 name,

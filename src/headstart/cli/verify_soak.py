@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.commands import Command, Seconds, need, seed_option
+from headstart.cli.commands import Command, need
 from headstart.cli.devices import device_of
-from headstart.cli.verify import device_option, implementations, report_failures
+from headstart.cli.options import (
+    Seconds,
+    cores,
+    device_option,
+    json_option,
+    options_of,
+    seed_option,
+)
+from headstart.cli.progress import progress_bar
+from headstart.cli.verify import implementations, report_failures
 
 if TYPE_CHECKING:
     from headstart.evidence.verify.soak import Sample
@@ -17,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.option("--implementation", default="torch", show_default=True, metavar="NAME|all")
-@device_option
+@device_option("cpu")
 @click.option("--seconds", type=Seconds(0), default=600, show_default=True, metavar="N",
               help="Of each implementation, from the first laps on.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True,
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
               help="Compilers, before the first laps on a GPU; one a core.")  # fmt: skip
 @seed_option("Of the laps.")
-@click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
+@json_option
 @click.pass_context
 def soak(
     ctx: click.Context,
@@ -42,7 +50,6 @@ def soak(
     Exits with 1 if a bit differs, a thread hangs, or memory is lost.
     """
     need("evidence", "pydantic", "numpy")
-    from headstart.cli.prefill import progress_bar
     from headstart.cli.printing import print_table
     from headstart.evidence import runs
     from headstart.evidence.verify.soak import soak as run
@@ -50,7 +57,7 @@ def soak(
     if json_file is not None:
         runs.expect_writable(json_file)
     where, found = device_of(device), []
-    jobs = jobs or len(os.sched_getaffinity(0))
+    jobs = jobs or cores()
     for name in implementations("gated_delta_rule", implementation):
         with progress_bar(f"soak of {name}", int(seconds)) as show:
 
@@ -61,9 +68,7 @@ def soak(
                       told=told)  # fmt: skip
             found.append(one)
         if json_file is not None:  # after each: a run that is cut short is not lost
-            options = {"implementation": implementation, "seconds": seconds, "threads": threads,
-                       "seed": seed}  # fmt: skip
-            runs.save(json_file, "soak", found, options)
+            runs.save(json_file, "soak", found, options_of(ctx))
     columns = ("implementation", "seconds", "laps", "sequences", "calls", "compared",
                "host MiB", "device MiB", "scratch MiB", "")  # fmt: skip
     print_table(columns, [one.cells for one in found])

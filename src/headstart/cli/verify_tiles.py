@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from headstart.cli.commands import Command, need
+from headstart.cli.options import cores, json_option, options_of
+from headstart.cli.progress import progress_bar
 
 
 @click.command(cls=Command)
 @click.option("--tiling", default="64x64", show_default=True, metavar="ROWSxKEYS",
               help="For the predicted saving of each case.")  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write all counts there.")
+@json_option
 @click.pass_context
 def tiles(ctx: click.Context, tiling: str, json_file: str | None) -> None:
     """Draw the literal mask for 8 tilings x 20 windows x 17 prefixes x 10 lengths, key by key.
@@ -21,7 +21,6 @@ def tiles(ctx: click.Context, tiling: str, json_file: str | None) -> None:
     without one visited. Exits with 1 on a violation.
     """
     need("evidence", "pydantic", "numpy")
-    from headstart.cli.prefill import progress_bar
     from headstart.cli.printing import console, print_table
     from headstart.cli.verify import report_failures
     from headstart.evidence import cases, runs
@@ -32,7 +31,7 @@ def tiles(ctx: click.Context, tiling: str, json_file: str | None) -> None:
         runs.expect_writable(json_file)
     shape = _tiling(tiling)
     with progress_bar("verify tiles", slices()) as show:
-        counts = brute_force(processes=os.cpu_count() or 1, progress=show)
+        counts = brute_force(processes=cores(), progress=show)
     print_table(
         (
             "rules",
@@ -72,7 +71,7 @@ def tiles(ctx: click.Context, tiling: str, json_file: str | None) -> None:
         [(one.case, one.before, one.after, f"{one.saved:.1%}") for one in savings],
     )
     if json_file is not None:
-        runs.save(json_file, "tiles", [*counts, *savings], {"tiling": list(shape)})
+        runs.save(json_file, "tiles", [*counts, *savings], options_of(ctx))
     ctx.exit(
         report_failures(
             f"{count.rules}: {count.lost} tiles left out, {count.idle} visited for nothing, "
