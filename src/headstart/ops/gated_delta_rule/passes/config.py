@@ -52,3 +52,8 @@ def heads_together(H: int, HV: int, items: int, processors: int) -> int:
     ratio = HV // H
     fitting = [n for n in (4, 3, 2) if ratio % n == 0 and HV // n * items >= 4 * processors]
     return fitting[0] if fitting else 1
+
+
+def joins(K: int, target: Target) -> bool:
+    """Whether `join` is of use: L lies in shared memory, and products have instructions."""
+    return K <= 128 and (target.backend == "cuda" or target.warp_size == 64)

@@ -22,11 +22,6 @@ COLUMNS = 16
 where sequences are cut into segments."""
 
 
-def joins(K: int, target: Target) -> bool:
-    """Whether the kernel is of use: L lies in shared memory, and products have instructions."""
-    return K <= 128 and (target.backend == "cuda" or target.warp_size == 64)
-
-
 def joining(K: int, V: int, dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """How the kernel is built; dtype: of q, k and v.
 

@@ -1,7 +1,8 @@
 """One call as launches: gates, what needs no state, and a serial scan, span after span.
 
 Kernels name their arguments alike, so a call collects them once, by name, and every launch takes
-those that its kernel names.
+those that its kernel names. Each is imported where it is launched: Triton reads the source of every
+function with its module, which a first call that launches another would wait for.
 """
 
 from __future__ import annotations
@@ -15,19 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.cutting import Cut
-from headstart.ops.gated_delta_rule.passes.channel import (
-    channel_configuration,
-    prepare_channels_kernel,
-)
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
     INTERPRETED_AS,
     heads_together,
     prepare_configuration,
 )
-from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
-from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining
-from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.passes.scratch import Plan
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK
@@ -80,12 +74,19 @@ def launch(
 
 
 def _before_state(given: Given, items: int, prepare: Callable[[Given, int], None]) -> None:
+    from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
+
     if not given["PER_CHANNEL"]:
         start(decays_kernel, (-(-given["HV"] // DECAY_HEADS), items), given, DECAY_HEADS // 2)
     prepare(given, items)
 
 
 def _prepare_channels(given: Given, items: int) -> None:
+    from headstart.ops.gated_delta_rule.passes.channel import (
+        channel_configuration,
+        prepare_channels_kernel,
+    )
+
     q = given["q"]
     target = target_of(q.device, INTERPRETED_AS)
     rule = partial(channel_configuration, q.dtype, target.backend, target.warp_size)
@@ -99,6 +100,8 @@ def _prepare(given: Given, items: int) -> None:
     if given["PER_CHANNEL"]:
         _prepare_channels(given, items)
         return
+    from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
+
     q, H, HV = given["q"], given["H"], given["HV"]
     target = target_of(q.device, INTERPRETED_AS)
     config = configured("prepare", given, partial(prepare_configuration, q.dtype, target))
@@ -114,6 +117,8 @@ def _prepare(given: Given, items: int) -> None:
 
 def _join(given: Given, cut: Cut) -> None:
     """Where segments begin, from what their maps are."""
+    from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining
+
     if cut.segments > 2:
         target = target_of(given["q"].device, INTERPRETED_AS)
         own = {

@@ -12,8 +12,7 @@ import torch
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.chunk_table import ChunkTable, chunk_table
 from headstart.ops.gated_delta_rule.cutting import CARRY, CHUNK, Cut
-from headstart.ops.gated_delta_rule.passes.config import INTERPRETED_AS, SCRATCH
-from headstart.ops.gated_delta_rule.passes.join import joins
+from headstart.ops.gated_delta_rule.passes.config import INTERPRETED_AS, SCRATCH, joins
 from headstart.ops.gated_delta_rule.spec import GatedDeltaCall
 from headstart.runtime.launcher import padded, processors, target_of
 

@@ -13,10 +13,11 @@ from headstart.ops.gated_delta_rule.passes.channel import (
 )
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
+    joins,
     prepare_configuration,
 )
 from headstart.ops.gated_delta_rule.passes.decays import decays_kernel
-from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining, joins
+from headstart.ops.gated_delta_rule.passes.join import JOIN_WARPS, join_kernel, joining
 from headstart.ops.gated_delta_rule.passes.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.triton.recurrent import COLUMNS, WARPS, recurrent_kernel
 from headstart.ops.gated_delta_rule.triton.scan import scan_configuration, scan_kernel
