@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,7 +17,7 @@ from headstart.cli.progress import progress_words
 if TYPE_CHECKING:
     from headstart.evidence.arms.sources import Sources
     from headstart.evidence.bench_jobs import Job, Lost
-    from headstart.evidence.benching import CaseResult
+    from headstart.evidence.benching import ArmResult, CaseResult
     from headstart.evidence.cases import Case
     from headstart.evidence.stages import StagesResult
     from headstart.evidence.timing import Ceilings
@@ -291,7 +291,9 @@ STAGE_COLUMNS = (
 
 
 def _stage_row(result: StagesResult) -> tuple[str, ...]:
-    name = result.arm if result.served in ("", result.arm) else f"{result.arm} ({result.served})"
+    from headstart.evidence.arms import named
+
+    name = named(result.arm, result.served)
     if result.sentence:
         return (result.case, name, result.variant, *["-"] * 8, result.sentence[:120])
 
@@ -407,24 +409,22 @@ def _print_case(result: CaseResult) -> None:
     print()
 
 
-def _row(arm: Any) -> tuple[str, ...]:
-    from headstart.evidence.checking import MAIN
+def _row(arm: ArmResult) -> tuple[str, ...]:
+    from headstart.evidence.arms import named
 
-    error = next((one for one in arm.accuracy if one.output in MAIN), None)
-    ratio = arm.ratio
+    error, ratio = arm.error, arm.ratio
 
     def number(value: float | None, digits: str) -> str:
         return "-" if value is None else format(value, digits)
 
-    name = arm.arm if arm.served in ("", arm.arm) else f"{arm.arm} ({arm.served})"
     return (
-        name,
+        named(arm.arm, arm.served),
         arm.status,
         number(arm.median_ms, ".4f"),
         number(None if arm.host_ms is None else 1000 * arm.host_ms, ".0f"),
         number(arm.wall_ms, ".4f"),
         number(arm.floor_share, ".1%"),
-        "-" if ratio is None else f"{ratio.ratio:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]",
+        "-" if ratio is None else ratio.words(4),
         "-" if ratio is None else f"{ratio.wins}/{ratio.rounds}",
         number(None if error is None else error.last_half, ".2e"),
         number(None if error is None else error.row_error, ".2e"),

@@ -204,17 +204,18 @@ def print_model(found: ModelResult, top: int) -> None:
 
 def _row(arm: ModelArm) -> tuple[str, ...]:
     from headstart.cli.printing import binary_size
+    from headstart.evidence.arms import named
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
     ratio = arm.ratio
     return (
-        f"{arm.arm} ({arm.served})" if arm.served not in ("", arm.arm) else arm.arm,
+        named(arm.arm, arm.served),
         arm.status,
         number(arm.median_ms, ".2f"),
         number(arm.cold_ms, ".0f"),
-        "-" if ratio is None else f"{ratio.ratio:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]",
+        "-" if ratio is None else ratio.words(4),
         "-" if ratio is None else f"{ratio.wins}/{ratio.rounds}",
         "-" if arm.bound is None else f"/ {arm.bound:.3f}",
         "-" if arm.peak_bytes is None else binary_size(arm.peak_bytes),

@@ -122,8 +122,8 @@ def _print(found: Served) -> None:
                 one.quantity,
                 f"{one.base:.2f}",
                 f"{one.ours:.2f}",
-                f"{one.ratio.ratio:.3f} [{one.ratio.low:.3f}, {one.ratio.high:.3f}]",
-                f"{one.spread.ratio:.3f} [{one.spread.low:.3f}, {one.spread.high:.3f}]",
+                one.ratio.words(),
+                one.spread.words(),
             )
             for one in found.comparisons
         ],

@@ -292,7 +292,7 @@ def _print_workloads(timed: Sequence[Workload]) -> None:
                 f"{one.new_tokens:,}",
                 f"{one.prefix_tokens:,}",
                 f"{one.median_ms:.2f}",
-                f"{one.ratio.ratio:.3f} [{one.ratio.low:.3f}, {one.ratio.high:.3f}]",
+                one.ratio.words(),
                 f"{one.saved:.1%}",
             )
             for one in timed

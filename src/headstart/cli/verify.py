@@ -126,8 +126,15 @@ def cases(
     kind = None if dtype is None else getattr(torch, dtype)
     if jobs is None:
         jobs = cores() if where.type == "cpu" else 1
+    found: list[Verification] = []
+
+    def told(one: Verification) -> None:
+        found.append(one)
+        if json_file is not None:  # after each: a run that is cut short is not lost
+            runs.save(json_file, "verify", found, options_of(ctx))
+
     with progress_bar("verify", STEPS) as show:
-        found = verify_many(
+        verify_many(
             work,
             processes=jobs,
             against=against,
@@ -137,12 +144,11 @@ def cases(
             repeats=repeats,
             kept=cache,
             progress=lambda share: show(int(share * STEPS)),
+            told=told,
         )
     expect_some([one.declined for one in found])
     ran = [one for one in found if one.declined is None]
     _print(found, outputs or len(ran) <= FEW)
-    if json_file is not None:
-        runs.save(json_file, "verify", found, options_of(ctx))
     ctx.exit(report_failures(f"{one.case}: {one.implementation}: {words}"
                              for one in ran for words in one.failures))  # fmt: skip
 

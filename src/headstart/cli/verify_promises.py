@@ -13,6 +13,7 @@ from headstart.cli.progress import progress_bar
 from headstart.cli.verify import OPERATIONS, expect_some, implementations, report_failures
 
 if TYPE_CHECKING:
+    from headstart.evidence.verify.bits import Bits
     from headstart.evidence.verify.transcript import Transcript
 
 
@@ -47,13 +48,21 @@ def bits(
 
     if json_file is not None:
         runs.expect_writable(json_file)
-    where, found = device_of(device), []
-    jobs = jobs or cores()
+    where, jobs = device_of(device), jobs or cores()
+    found: list[Bits] = []
     for operation in [op] if op else OPERATIONS:
         _, forms, checks = CHECKS[operation]
         for name in implementations(operation, implementation):
+            before = len(found)
             with progress_bar(f"{operation} {name}", len(forms) * len(checks)) as show:
-                found += verify_bits(operation, name, device=where, jobs=jobs, progress=show)
+
+                def told(one: Bits, show: Any = show, before: int = before) -> None:
+                    found.append(one)
+                    show(len(found) - before)
+                    if json_file is not None:  # after each: a run that is cut short is not lost
+                        runs.save(json_file, "bits", found, options_of(ctx))
+
+                verify_bits(operation, name, device=where, jobs=jobs, told=told)
     expect_some([one.declined for one in found])
     print_table(
         ("operation", "implementation", "check", "form", "compared", "differing", ""),
@@ -78,8 +87,6 @@ def bits(
     compared, differing = (sum(getattr(one, name) for one in found)
                            for name in ("compared", "differing"))  # fmt: skip
     console().print(f"\n{compared:,} tensors compared, {differing:,} with another bit")
-    if json_file is not None:
-        runs.save(json_file, "bits", found, options_of(ctx))
     ctx.exit(
         report_failures(
             f"{one.op}: {one.implementation}: {one.check}, {one.form}: {one.differing} of "

@@ -17,7 +17,7 @@ from headstart.evidence.arms import PEERS, Arm, MissingPeer, Unfit
 from headstart.evidence.arms.sources import NOISE, Sources
 from headstart.evidence.cases import Case
 from headstart.evidence.cases.record import Draws
-from headstart.evidence.checking import Accuracy, Truths, check, load_truths
+from headstart.evidence.checking import MAIN, Accuracy, Truths, check, load_truths
 from headstart.evidence.paired import Ratio, compare, orders
 from headstart.evidence.runs import Record
 from headstart.evidence.timing import (
@@ -62,6 +62,11 @@ class ArmResult(Record):
     floor_share: float | None = None
     ratio: Ratio | None = None
     wall_ratio: Ratio | None = None
+
+    @property
+    def error(self) -> Accuracy | None:
+        """The figures of what the case is about; None where they were not taken."""
+        return next((one for one in self.accuracy if one.output in MAIN), None)
 
 
 class CaseResult(Record):

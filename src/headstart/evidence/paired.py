@@ -42,6 +42,14 @@ class Ratio(Record):
         """ "faster", "slower" or "level", as the interval says."""
         return "faster" if self.high < 1 else "slower" if self.low > 1 else "level"
 
+    def words(self, digits: int = 3) -> str:
+        """The ratio with its interval.
+
+        >>> Ratio(ratio=0.9, low=0.85, high=0.95, wins=9, rounds=9).words()
+        '0.900 [0.850, 0.950]'
+        """
+        return f"{self.ratio:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
 
 def orders(count: int, rounds: int) -> list[tuple[int, ...]]:
     """In which order each round launches its arms: rotated, and reversed every other turn.

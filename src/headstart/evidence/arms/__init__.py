@@ -90,6 +90,15 @@ def build(name: str, case: Case, device: torch.device | str, seed: int = 0) -> A
     return importlib.import_module(PEERS[name]).build(case, place, seed)
 
 
+def named(arm: str, served: str) -> str:
+    """An arm with the implementation that served it, where that has another name.
+
+    >>> named("headstart", "hopper"), named("torch", "torch"), named("fla", "")
+    ('headstart (hopper)', 'torch', 'fla')
+    """
+    return arm if served in ("", arm) else f"{arm} ({served})"
+
+
 def peer(module: str, *names: str) -> list[Any]:
     """Attributes of a peer's module; `MissingPeer` where it cannot be imported."""
     try:

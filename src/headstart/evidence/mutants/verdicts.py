@@ -25,10 +25,7 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Values:
-    """Every output of a case against the truth, or against a neighbour.
-
-    On a device bfloat16 and float16 are looked at as well: kernels differ by dtype.
-    """
+    """Every output of a case against the truth, or against a neighbour."""
 
     case: Any
     against: str = "reference"

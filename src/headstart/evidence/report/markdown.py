@@ -11,7 +11,6 @@ from headstart.evidence.arms import PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.arms.unbounded import NAME as UNBOUNDED
 from headstart.evidence.benching import ArmResult
-from headstart.evidence.checking import MAIN, Accuracy
 from headstart.evidence.paired import compare
 from headstart.evidence.report.reading import ELSEWHERE, Benched, RunFile, arm_names, benched
 from headstart.evidence.report.summary import verdict
@@ -106,9 +105,9 @@ def _errors(first: str, group: Sequence[Benched]) -> str:
     """Errors of the first arm by those of each peer, the largest over the cases; "" without any."""
     found: dict[str, list[tuple[float, float, str]]] = {}
     for one in group:
-        mine = _error(one.first)
+        mine = one.first.error
         for arm in one.timed:
-            theirs = _error(arm) if arm.arm in PEERS else None
+            theirs = arm.error if arm.arm in PEERS else None
             if mine is None or theirs is None:
                 continue
             if theirs.last_half and theirs.row_error:
@@ -124,11 +123,6 @@ def _errors(first: str, group: Sequence[Benched]) -> str:
         f"Errors of {first} against float64 by those of others on the same cases, the largest: "
         f"over the last half of the tokens and in the worst row, {'; '.join(told)}."
     )
-
-
-def _error(arm: ArmResult) -> Accuracy | None:
-    """The figures of what a case is about; None where they were not taken."""
-    return next((one for one in arm.accuracy if one.output in MAIN), None)
 
 
 def _bounds(group: Sequence[Benched]) -> str:
@@ -190,9 +184,7 @@ def _time(one: Benched, name: str) -> str:
 
 
 def _ratio(arm: ArmResult | None) -> str:
-    if arm is None or arm.ratio is None:
-        return "-"
-    return f"{arm.ratio.ratio:.3f} [{arm.ratio.low:.3f}, {arm.ratio.high:.3f}]"
+    return "-" if arm is None or arm.ratio is None else arm.ratio.words()
 
 
 def _rival(one: Benched) -> str:
@@ -205,7 +197,7 @@ def _calls(one: Benched) -> str:
     if not walls:
         return "-"
     ratio, name = min(walls, key=lambda wall: wall[0].ratio)
-    return f"{name} {ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return f"{name} {ratio.words()}"
 
 
 def _winner(one: Benched) -> str:

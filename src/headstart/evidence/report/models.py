@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headstart.evidence.arms import named
 from headstart.evidence.models.records import ModelResult
 from headstart.evidence.report.tables import Cell, Table, interval, number, table
 
@@ -16,7 +17,7 @@ def times(found: Sequence[ModelResult]) -> Table:
             one.device,
             one.prompt_tokens,
             "whole" if one.step is None else one.step,
-            f"{arm.arm} ({arm.served})" if arm.served not in ("", arm.arm) else arm.arm,
+            named(arm.arm, arm.served),
             arm.status if arm.status == "timed" else Cell(f"{arm.status}: {arm.sentence}"),
             number(arm.median_ms, ".2f"),
             interval(arm.ratio),

@@ -161,10 +161,9 @@ def _model(found: list[Any]) -> tuple[str, bool]:
         failed |= any(arm.status in ("wrong", "failed") for arm in one.arms)
         for arm in one.arms:
             if arm.ratio is not None and arm.arm != NOISE:
-                ratio = arm.ratio
                 told.append(
                     f"{one.model} at {one.prompt_tokens:,} tokens: {arm.arm} takes "
-                    f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of {one.arms[0].arm}"
+                    f"{arm.ratio.words()} of {one.arms[0].arm}"
                 )
     return "; ".join(told) or "no two arms timed", failed
 

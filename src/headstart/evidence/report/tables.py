@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
-from headstart.evidence.benching import ArmResult
-from headstart.evidence.checking import MAIN
+from headstart.evidence.arms import named
 from headstart.evidence.mutants import Found
 from headstart.evidence.paired import Ratio
 from headstart.evidence.report.reading import Benched, Compiled, RunFile
@@ -60,19 +59,8 @@ def number(value: float | None, form: str) -> Cell:
 
 
 def interval(ratio: Ratio | None, tone: str = "") -> Cell:
-    """A ratio with its 95 % interval.
-
-    >>> interval(Ratio(ratio=0.9, low=0.85, high=0.95, wins=9, rounds=9)).text
-    '0.900 [0.850, 0.950]'
-    """
-    if ratio is None:
-        return NONE
-    return Cell(f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", tone)
-
-
-def arm_name(arm: ArmResult | StagesResult) -> str:
-    """An arm with the implementation that served it, where that has another name."""
-    return arm.arm if arm.served in ("", arm.arm) else f"{arm.arm} ({arm.served})"
+    """A ratio with its 95 % interval; None is a dash."""
+    return NONE if ratio is None else Cell(ratio.words(), tone)
 
 
 def times(group: Sequence[Benched]) -> Table:
@@ -80,12 +68,12 @@ def times(group: Sequence[Benched]) -> Table:
     rows = []
     for one in group:
         for arm in one.result.arms:
-            error = next((e for e in arm.accuracy if e.output in MAIN), None)
+            error = arm.error
             rows.append(
                 (
                     one.result.case,
                     f"{one.result.tokens:,}",
-                    arm_name(arm),
+                    named(arm.arm, arm.served),
                     Cell(arm.status, "" if arm.status == "timed" else _tone(arm.status)),
                     number(arm.median_ms, ".4f"),
                     number(one.floors(arm), ".1f"),
@@ -285,7 +273,7 @@ def stages(found: Sequence[StagesResult]) -> Table:
     rows = [
         (
             one.case,
-            arm_name(one),
+            named(one.arm, one.served),
             one.variant,
             number(one.device_us, ",.1f"),
             number(one.wall_us, ",.1f"),

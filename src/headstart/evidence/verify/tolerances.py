@@ -9,7 +9,7 @@ COSINE_GATE = 0.999
 
 WIDE = ("reference", "torch")
 """Implementations that multiply in float32 whatever the inputs are stored in. All others round the
-operands of their products to the inputs' dtype, as design's rounding points allow."""
+operands of their products to the inputs' dtype."""
 
 
 class Tolerance(Record):

@@ -1,8 +1,7 @@
 """What one call does to each sequence, worked out on the host from positions alone.
 
 The rows of a sequence in a call are its tail (positions base to start) and its new tokens (start to
-end); the chunks from base to end are computed in order. This is the bookkeeping of design's
-"positions"; the arithmetic is elsewhere.
+end); the chunks from base to end are computed in order. The arithmetic is elsewhere.
 """
 
 from __future__ import annotations
