@@ -313,6 +313,24 @@ def test_the_command_writes_a_record_that_reads_back(tmp_path):
     assert record.environment.version["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_cases_of_a_run_that_is_cut_short_are_kept(monkeypatch, tmp_path, jobs):
+    file = tmp_path / "run.json"
+    (one,) = verification.verify_many([(cases.get("gdn-1x1-small"), "torch")], kept=False)
+
+    def found():
+        yield one
+        raise KeyboardInterrupt
+
+    answers = found()
+    monkeypatch.setattr(verification, "spread", lambda calls, processes: answers)
+    monkeypatch.setattr(verification, "verify_case", lambda *_, **__: next(answers))
+    done = run("gdn-1x1-small", "gdn-1x128-small", "--implementation", "torch",
+               "--jobs", str(jobs), "--json", str(file))  # fmt: skip
+    assert done.exit_code == 130
+    assert runs.load(file, Verification, "verify").results == [one]
+
+
 def test_a_failure_exits_with_1_and_names_the_figure(monkeypatch):
     spoiled(monkeypatch, lambda found: found.state.mul_(0.99))
     done = run("gdn-1x1-small", "--no-cache", "--jobs", "1", "--implementation", "torch")

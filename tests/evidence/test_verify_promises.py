@@ -31,9 +31,25 @@ def test_bits_are_equal(op):
 
 def test_processes_share_the_checks():
     told = []
-    shared = verify_bits("causal_conv1d", "torch", jobs=2, progress=told.append)
+    shared = verify_bits("causal_conv1d", "torch", jobs=2, told=told.append)
     assert shared == verify_bits("causal_conv1d", "torch")
-    assert told == list(range(1, len(shared) + 1))
+    assert told == shared
+
+
+def test_bits_of_a_run_that_is_cut_short_are_kept(monkeypatch, tmp_path):
+    file, left = tmp_path / "bits.json", [3]
+    compare = bits._bits
+
+    def until_interrupted(*which):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return compare(*which)
+
+    monkeypatch.setattr(bits, "_bits", until_interrupted)
+    words = ["verify", "bits", "--op", "causal_conv1d", "--implementation", "torch", "--jobs", "1"]
+    assert CliRunner().invoke(command, [*words, "--json", str(file)]).exit_code == 130
+    assert len(runs.load(file, Bits, "bits").results) == 3
 
 
 def test_what_a_device_is_about_to_launch_is_compiled_for_it_first(monkeypatch):

@@ -396,12 +396,12 @@ def verify_bits(
     *,
     device: torch.device | str = "cpu",
     jobs: int = 1,
-    progress: Callable[[int], None] = lambda done: None,
+    told: Callable[[Bits], None] = lambda one: None,
 ) -> list[Bits]:
     """Every check of an operation under one implementation, in every form.
 
     jobs: processes that share the checks; on a GPU, that compile what they launch beforehand.
-    progress: told after each check how many are done.
+    told: hears of each check as it ends.
 
     >>> found = verify_bits("extend_attention", "torch")
     >>> all(one.passed for one in found), {one.check for one in found} == {"pages", "batches",
@@ -414,7 +414,7 @@ def verify_bits(
     with compiled(_programs(op, implementation, place), jobs) if on_gpu else nullcontext():
         for one in spread(calls, 1 if place.type == "cuda" else min(jobs, len(calls))):
             found.append(one)
-            progress(len(found))
+            told(one)
     return found
 
 

@@ -168,12 +168,13 @@ def verify_many(
     *,
     processes: int = 1,
     progress: Callable[[float], None] = lambda share: None,
+    told: Callable[[Verification], None] = lambda one: None,
     **options: Any,
 ) -> list[Verification]:
     """`verify_case` for each (case, implementation), with the same options, in order.
 
     processes: how many share the work, each with one thread; 1 stays in this process and thread
-        count. progress: told the share of tokens that is done.
+        count. progress: told the share of tokens that is done. told: hears of each, in order.
     """
     weights = [case.tokens + 100 for case, _ in jobs]
     total, done, found = sum(weights), 0, []
@@ -182,6 +183,7 @@ def verify_many(
         results = spread(calls, min(processes, len(jobs)))
         for result, weight in zip(results, weights, strict=True):
             found.append(result)
+            told(result)
             done += weight
             progress(done / total)
         return found
@@ -191,6 +193,7 @@ def verify_many(
             progress((before + share * weight) / total)
 
         found.append(verify_case(case, name, **options, progress=part))
+        told(found[-1])
         done += weight
         progress(done / total)
     return found
