@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
@@ -67,8 +69,13 @@ def expect_tensor(name: str, value: Any) -> torch.Tensor:
     """`value` itself, or a ValueError if it is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        came = "a nested one" if value.is_nested else f"layout {value.layout}"
+        raise ValueError(f"{name}: expected a dense tensor, got {came}")
+    if is_batchedtensor(value):
+        raise ValueError(
+            f"{name}: expected a batch as an axis of its own, got one that torch.vmap has hidden"
+        )
     return value
 
 
@@ -291,7 +298,17 @@ def packs(out: torch.Tensor) -> bool:
 
 
 def expect_no_gradients(operation: str, **tensors: torch.Tensor | None) -> None:
-    """Raise if grad mode is on and an input requires grad: these operations have no backward."""
+    """Raise if grad mode is on and an input requires grad: these operations have no backward.
+
+    Nor have they a forward derivative: an input with a tangent is refused in any mode.
+    """
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor)[1] is not None:
+                raise ValueError(
+                    f"{name}: carries a tangent, but {operation} has no forward derivative; "
+                    "unpack it first"
+                )
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():

@@ -8,12 +8,13 @@ compile.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import secrets
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -26,7 +27,9 @@ _living: weakref.WeakValueDictionary[int, Handled] = weakref.WeakValueDictionary
 class Handled:
     """An object that a handle stands for in this process, as long as it lives.
 
-    A copy has a handle of its own.
+    A copy, `copy.copy` included, has a handle and memory of its own: what one describes next, the
+    other does not. `derived` is not copied: what is kept of places in memory, made again when it is
+    asked for.
 
     >>> class Plan(Handled):
     ...     def __init__(self):
@@ -37,6 +40,8 @@ class Handled:
     """
 
     handle: torch.Tensor
+    derived: tuple[str, ...] = ()
+    """Attributes that are dictionaries of what is derived from the others."""
 
     def take_handle(self) -> None:
         """Be found by a number that no other object has had, here or in another process."""
@@ -51,8 +56,12 @@ class Handled:
             self.handle = torch.scalar_tensor(number, dtype=torch.int64)
         _living[number] = self
 
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+        state = {name: value for name, value in self.__dict__.items() if name != "handle"}
+        return state | {name: {} for name in self.derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -33,6 +33,7 @@ from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from headstart.runtime.record import Launched, Record
 from headstart.runtime.workspace import Workspace, workspace_of
@@ -452,12 +453,12 @@ _GRADED = attrgetter("requires_grad")
 
 
 def plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are tensors, none of which needs a gradient now.
+    """Whether these are tensors, none of which needs a gradient now or may carry a tangent.
 
     >>> plain([torch.zeros(2)]), plain([[0.0, 0.0]])
     (True, False)
     """
-    if not TENSORS.issuperset(map(type, tensors)):
+    if not TENSORS.issuperset(map(type, tensors)) or forward_ad._current_level >= 0:
         return False
     return not torch.is_grad_enabled() or not any(map(_GRADED, tensors))
 

@@ -29,6 +29,8 @@ class Workspace(Handled):
     32
     """
 
+    derived = ("_memory", "bound")
+
     def __init__(self, device: torch.device | str) -> None:
         self.device = expect_place("device", device)
         self._memory: dict[str, torch.Tensor] = {}

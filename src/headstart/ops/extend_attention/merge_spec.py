@@ -68,6 +68,7 @@ def bind(parts: Sequence[Pair], sinks: torch.Tensor | None, out: Pair | None) ->
         expect_no_gradients("merge_attention", sinks=sinks)
     if out is not None:
         o_out, lse_out = _pair("out", out)
+        expect_no_gradients("merge_attention", **{"out[0]": o_out, "out[1]": lse_out})
         expect_dtype("out[0]", o_out, DTYPES)
         expect_output("out[0]", o_out, "[T, HQ, DV]", o.shape, o, o_out.dtype)
         expect_output("out[1]", lse_out, "[T, HQ]", o.shape[:2], o, lse.dtype)

@@ -95,6 +95,7 @@ class ExtendPlan(Handled):
     tables: dict[Any, Any]
     prepared: dict[Hashable, Prepared | None]
     _on_device: dict[Callable[[ExtendPlan], torch.Tensor], torch.Tensor]
+    derived = ("tables", "prepared", "_on_device")
 
     def __init__(self) -> None:
         raise TypeError(

@@ -177,6 +177,7 @@ def bind(
         expect_shape("custom_mask", custom_mask, "[entries of all sequences]", (entries,))
         expect_device("custom_mask", custom_mask, q.device, "q")
     o, lse = _expect_out(q, DV, part, out)
+    _expect_no_other_gradients(cache, o, lse)
     held = {} if cache is None else {"the cache's k": cache.k, "the cache's v": cache.v}
     for name, result, other in (("out", o, {"out[1]": lse}), ("out[1]", lse, {})):
         if result is not None:
@@ -206,6 +207,17 @@ def bind(
     if checking() and q.device.type != "meta":
         _check_values(call)
     return call
+
+
+def _expect_no_other_gradients(cache: KVCache | None, *out: torch.Tensor | None) -> None:
+    """Gradients of arguments that are no plain inputs."""
+    results = dict(zip(("out", "out[1]"), out, strict=True))
+    expect_no_gradients("extend_attention", **results)
+    if cache is not None:
+        named = ("cache.k", cache.k), ("cache.v", cache.v)
+        scales = ("k_scale", cache.k_scale), ("v_scale", cache.v_scale)
+        held = {name: x for name, x in (*named, *scales) if isinstance(x, torch.Tensor)}
+        expect_no_gradients("extend_attention", **held)
 
 
 def _expect_keys(

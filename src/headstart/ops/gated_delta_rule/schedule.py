@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
@@ -69,6 +68,8 @@ class Schedule(Handled):
     >>> schedule.N, schedule.T, schedule.snapshot_positions
     (2, 130, [[64], []])
     """
+
+    derived = ("_on_device", "found")
 
     def __init__(
         self,
@@ -282,9 +283,6 @@ class Schedule(Handled):
     def slot_count(self, count: int, axis: int) -> int:
         """Entries that a slot list for `count` sequences (axis 0) or snapshots (axis 2) has."""
         return count if self.capacity is None else self.capacity[axis]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"found": {}}  # a copy's tables lie elsewhere
 
     def __repr__(self) -> str:
         return f"Schedule(lengths={self.lengths}, start_positions={self.starts})"
