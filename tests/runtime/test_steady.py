@@ -324,6 +324,16 @@ def test_a_mistake_is_told_after_a_call_that_was_right(driver, name):
             rule((rows(2), right | MISTAKES[name]()), "triton")
 
 
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_rows_are_told_after_a_call_that_was_right(driver, sparse):
+    q, k, v, g, beta = rows(2)
+    call = {"schedule": on([1, 1])}
+    for _ in range(2):
+        rule(((q, k, v, g, beta), call), "triton")
+        with pytest.raises(ValueError, match="g: expected a dense tensor"):
+            rule(((q, k, v, sparse(g), beta), call), "triton")
+
+
 def test_out_over_an_input_is_told_after_one_that_was_not(driver):
     q, k, _, g, beta = rows(90)
     memory = torch.zeros(200, 4, 128, dtype=torch.bfloat16)

@@ -204,7 +204,10 @@ def again(
     facts, tensors = signature
     if type(name) not in NAMED:
         return MISSED
-    addresses = addresses_of(tensors)
+    try:
+        addresses = addresses_of(tensors)
+    except RuntimeError:
+        return MISSED
     known = operation.prepared if among is None else among
     prepared = known.get((facts, name, memory(addresses)))
     if prepared is None or not prepared.fits(addresses):

@@ -263,7 +263,7 @@ class Program:
             values.append(found)
         values += self._numbers if workspace is None else self._fixed(workspace)
         for launch, pick, last in self._launches:
-            launch(*pick(values), *last)
+            launch(*(pick(values) + last))  # one tuple, which is handed on as it is
 
     def _fixed(self, workspace: Workspace) -> tuple[Any, ...]:
         """What stays as long as the scratch lies where it lies, which its workspace knows."""
@@ -466,19 +466,22 @@ def plain(tensors: Sequence[Any]) -> bool:
 def layouts(tensors: Sequence[Any]) -> list[Any] | None:
     """What signatures hold of tensors, beside addresses.
 
-    None where they are none in rows and columns, or one of them needs a gradient now.
+    None where they are none, have no strides, or one of them needs a gradient now. An index tells
+    devices apart, since a process has one kind of accelerator.
 
-    >>> layouts([torch.zeros(2, 3), [0.0]]), layouts([torch.zeros(2).to_sparse()])
+    >>> layouts([torch.zeros(2, 3), [0.0]]), layouts([torch.zeros(2, 3).to_sparse_csr()])
     (None, None)
     """
     if not plain(tensors):
         return None
-    found = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors if x.layout is torch.strided]
-    return found if len(found) == len(tensors) else None
+    try:
+        return [(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+    except RuntimeError:
+        return None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where tensors begin."""
+    """Where tensors begin; RuntimeError where one is sparse."""
     return list(map(torch.Tensor.data_ptr, tensors))
 
 

@@ -55,7 +55,7 @@ def signature(
     device = q.device
     a_log, dt_bias = gate.a_log, gate.dt_bias
     tensors = [x for x in (q, k, v, g, beta, a_log, dt_bias, out) if x is not None]
-    given = len(tensors)
+    of_rows = layouts(tensors)
     drafts = state.cache.draft_tokens if type(state) is CacheSlots else 0
     step = schedule.facts_beside(drafts)
     count, _, kept, _, _, capacity, _, _ = step
@@ -66,7 +66,6 @@ def signature(
         of_state = state_facts(state, count, device, tensors, used)
     if snapshots is not None:
         of_snapshots = snapshot_facts(snapshots, state, kept, device, tensors, used)
-    of_rows = layouts(tensors[:given])
     if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
         return None
     facts = (
