@@ -11,11 +11,16 @@ import torch
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule, floor_chunk
-from headstart.ops.gated_delta_rule.slots import (
+from headstart.ops.gated_delta_rule.shared_checks import (
     expect_draft_lengths,
     expect_no_races,
+    expect_positions,
+    expect_same_memory,
+    expect_updates,
     host_slots,
     pool_slots,
+    schedule_of,
+    snapshot_slots,
 )
 from headstart.runtime.checks import (
     FLOATS,
@@ -139,26 +144,14 @@ def bind(
         out=out,
     )
     expect_choice("activation", activation, CONVOLUTION_ACTIVATIONS)
-    if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
-        raise ValueError(
-            "schedule: expected a Schedule with a cache, since it holds positions, "
-            f"got {shown(schedule)}"
-        )
+    expect_positions(schedule, state)
     packed, schedule = _packed(x, schedule)
     tokens = packed.shape[0]
     if tokens < schedule.T:
         raise ValueError(f"schedule: expected at most T = {tokens} tokens, got {schedule.T}")
     width = weight.shape[1]
     read, write = _state_slots(state, schedule, x, width)
-    if expect_flag("return_state", return_state) and isinstance(state, (Pool, CacheSlots)):
-        raise ValueError(
-            "return_state: expected False with a Pool or a cache, updated in place, got True"
-        )
-    if any(schedule.drafts) and not isinstance(state, CacheSlots):
-        raise ValueError(
-            "schedule: expected no drafts without a DeltaCache, since a plain state cannot roll "
-            f"back, got some with state {shown(state)}"
-        )
+    expect_updates(state, schedule, expect_flag("return_state", return_state))
     kept = _snapshot_slots(snapshots, schedule, x, width, isinstance(state, CacheSlots))
     shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
     expect_no_races("state", write, read, kept if shared else None)
@@ -242,13 +235,7 @@ def _packed(
                 f"got {shown(schedule)}"
             )
         return x.flatten(0, 1), Schedule([x.shape[1]] * x.shape[0], device=x.device)
-    if schedule is None:
-        return x, Schedule([x.shape[0]], device=x.device)
-    if not isinstance(schedule, Schedule):
-        return x, Schedule(schedule, device=x.device)
-    if schedule.device.type != x.device.type and x.device.type != "meta":
-        raise ValueError(f"schedule: expected device {x.device}, got {schedule.device}")
-    return x, schedule
+    return x, schedule_of(schedule, x.shape[0], x.device)
 
 
 def _memory(place: object) -> torch.Tensor | None:
@@ -301,7 +288,6 @@ def _snapshot_slots(
                 f"snapshot_positions: position {floor_chunk(start)} lies before the plain history "
                 f"at {start}; only a DeltaCache still has it"
             )
-    count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
     if isinstance(snapshots, torch.dtype):
         if snapshots != x.dtype:
             raise ValueError(
@@ -311,17 +297,14 @@ def _snapshot_slots(
         return None
     if isinstance(snapshots, Pool):
         _expect_pool("snapshots", snapshots, x, width)
-        if snapshots.write_slots is None:
-            raise ValueError("snapshots: expected a Pool with write_slots, got write_slots None")
-        limit = snapshots.tensor.shape[0]
-        return host_slots("snapshots", snapshots.write_slots, count, entries, limit)
-    if isinstance(snapshots, CacheSlots):
+    elif isinstance(snapshots, CacheSlots):
         _expect_cache("snapshots", snapshots, x, width)
-        return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
-    raise ValueError(
-        "snapshots: expected None, the dtype of x, a Pool or cache.at(slots), "
-        f"got {shown(snapshots)}"
-    )
+    else:
+        raise ValueError(
+            "snapshots: expected None, the dtype of x, a Pool or cache.at(slots), "
+            f"got {shown(snapshots)}"
+        )
+    return snapshot_slots(snapshots, schedule)
 
 
 def _expect_cache(name: str, at: CacheSlots, x: torch.Tensor, width: int) -> None:
@@ -335,13 +318,7 @@ def _expect_cache(name: str, at: CacheSlots, x: torch.Tensor, width: int) -> Non
             f"{name}: expected a cache with [conv_channels, conv_width] = "
             f"{[x.shape[-1], width]}, got {list(found)}"
         )
-    if cache.dtype != x.dtype:
-        raise ValueError(
-            f"{name}: expected a cache of dtype {dtype_name(x.dtype)}, "
-            f"got {dtype_name(cache.dtype)}"
-        )
-    if cache.device != x.device and x.device.type != "meta":
-        raise ValueError(f"{name}: expected device {x.device} (that of x), got {cache.device}")
+    expect_same_memory(name, at, x, "x")
 
 
 def _expect_pool(name: str, pool: Pool, x: torch.Tensor, width: int) -> None:

@@ -12,11 +12,16 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import CHUNK, Schedule, floor_chunk
-from headstart.ops.gated_delta_rule.slots import (
+from headstart.ops.gated_delta_rule.shared_checks import (
     expect_draft_lengths,
     expect_no_races,
+    expect_positions,
+    expect_same_memory,
+    expect_updates,
     host_slots,
     pool_slots,
+    schedule_of,
+    snapshot_slots,
 )
 from headstart.runtime.checks import (
     FLOATS,
@@ -117,11 +122,7 @@ def bind(
     out: torch.Tensor | None,
 ) -> GatedDeltaCall:
     """Check the arguments of `gated_delta_rule`; raises ValueError naming the first wrong one."""
-    if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
-        raise ValueError(
-            "schedule: expected a Schedule with a cache, since it holds positions, "
-            f"got {shown(schedule)}"
-        )
+    expect_positions(schedule, state)
     shape, (q, k, v, g, beta), schedule = _packed(q, k, v, g, beta, schedule)
     expect_no_gradients("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta)
     _expect_no_other_gradients(state, gate, snapshots, out)
@@ -140,15 +141,7 @@ def bind(
             "reproducible: expected True with a DeltaCache, which implies it, got False"
         )
     read, write = _state_slots(state, schedule, (H, HV, K, V), q, g)
-    if return_state and isinstance(state, (Pool, CacheSlots)):
-        raise ValueError(
-            "return_state: expected False with a Pool or a cache, updated in place, got True"
-        )
-    if any(schedule.drafts) and not cached:
-        raise ValueError(
-            "schedule: expected no drafts without a DeltaCache, since a plain state cannot roll "
-            f"back, got some with state {shown(state)}"
-        )
+    expect_updates(state, schedule, return_state)
     kept = _snapshot_slots(snapshots, schedule, (H, HV, K, V), q, cached)
     shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
     expect_no_races("state", write, read, kept if shared else None)
@@ -274,12 +267,8 @@ def _packed(
         schedule = Schedule([lead[1]] * lead[0], device=q.device)
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         g, beta = (None if tensor is None else tensor.flatten(0, 1) for tensor in (g, beta))
-    elif schedule is None:
-        schedule = Schedule([lead[0]], device=q.device)
-    elif not isinstance(schedule, Schedule):
-        schedule = Schedule(schedule, device=q.device)
-    elif schedule.device.type != q.device.type and q.device.type != "meta":
-        raise ValueError(f"schedule: expected device {q.device}, got {schedule.device}")
+    else:
+        schedule = schedule_of(schedule, lead[0], q.device)
     return shape, (q, k, v, g, beta), schedule
 
 
@@ -350,24 +339,19 @@ def _snapshot_slots(
                 f"snapshot_positions: position {floor_chunk(start)} lies before the plain state "
                 f"at {start}; only a DeltaCache still has it"
             )
-    count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
     if isinstance(snapshots, torch.dtype):
         if snapshots not in STATE_DTYPES:
             raise ValueError(f"snapshots: expected a float dtype, got {dtype_name(snapshots)}")
         return None
     if isinstance(snapshots, Pool):
         expect_pool("snapshots", snapshots, sizes, q)
-        if snapshots.write_slots is None:
-            raise ValueError("snapshots: expected a Pool with write_slots, got write_slots None")
-        return host_slots(
-            "snapshots", snapshots.write_slots, count, entries, snapshots.tensor.shape[0]
-        )
-    if isinstance(snapshots, CacheSlots):
+    elif isinstance(snapshots, CacheSlots):
         expect_cache("snapshots", snapshots, sizes, q)
-        return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
-    raise ValueError(
-        f"snapshots: expected None, a dtype, a Pool or cache.at(slots), got {shown(snapshots)}"
-    )
+    else:
+        raise ValueError(
+            f"snapshots: expected None, a dtype, a Pool or cache.at(slots), got {shown(snapshots)}"
+        )
+    return snapshot_slots(snapshots, schedule)
 
 
 def expect_cache(
@@ -380,13 +364,7 @@ def expect_cache(
         raise ValueError(
             f"{name}: expected a cache with [H, HV, K, V] = {list(sizes)}, got {list(found)}"
         )
-    if cache.dtype != q.dtype:
-        raise ValueError(
-            f"{name}: expected a cache of dtype {dtype_name(q.dtype)}, "
-            f"got {dtype_name(cache.dtype)}"
-        )
-    if cache.device != q.device and q.device.type != "meta":
-        raise ValueError(f"{name}: expected device {q.device} (that of q), got {cache.device}")
+    expect_same_memory(name, at, q, "q")
 
 
 def expect_pool(name: str, pool: Pool, sizes: tuple[int, int, int, int], q: torch.Tensor) -> None:

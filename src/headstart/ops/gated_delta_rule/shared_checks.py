@@ -1,4 +1,4 @@
-"""Checks of slot lists where the host can know them."""
+"""Checks that the rule and the convolution share: schedules, states, snapshots, slot lists."""
 
 from __future__ import annotations
 
@@ -6,16 +6,77 @@ from collections.abc import Sequence
 
 import torch
 
+from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.runtime.checks import (
     checking,
+    dtype_name,
     expect_dtype,
     expect_shape,
     host_flags,
     host_ints,
     shown,
 )
+
+
+def expect_positions(schedule: object, state: object) -> None:
+    """Raise for a cache without a Schedule."""
+    if isinstance(state, CacheSlots) and not isinstance(schedule, Schedule):
+        raise ValueError(
+            "schedule: expected a Schedule with a cache, since it holds positions, "
+            f"got {shown(schedule)}"
+        )
+
+
+def schedule_of(
+    schedule: Schedule | Sequence[int] | None, tokens: int, device: torch.device
+) -> Schedule:
+    """The schedule of packed inputs: the one given, or one built of lengths, or of one sequence."""
+    if schedule is None:
+        return Schedule([tokens], device=device)
+    if not isinstance(schedule, Schedule):
+        return Schedule(schedule, device=device)
+    if schedule.device.type != device.type and device.type != "meta":
+        raise ValueError(f"schedule: expected device {device}, got {schedule.device}")
+    return schedule
+
+
+def expect_updates(state: object, schedule: Schedule, return_state: bool) -> None:
+    """Raise for a new state that would be returned and is updated in place, and for drafts that
+    nothing can roll back."""
+    if return_state and isinstance(state, (Pool, CacheSlots)):
+        raise ValueError(
+            "return_state: expected False with a Pool or a cache, updated in place, got True"
+        )
+    if any(schedule.drafts) and not isinstance(state, CacheSlots):
+        raise ValueError(
+            "schedule: expected no drafts without a DeltaCache, since a plain state cannot roll "
+            f"back, got some with state {shown(state)}"
+        )
+
+
+def expect_same_memory(name: str, at: CacheSlots, x: torch.Tensor, of: str) -> None:
+    """Raise unless a cache has the dtype and the device of an input, which is called `of`."""
+    cache = at.cache
+    if cache.dtype != x.dtype:
+        raise ValueError(
+            f"{name}: expected a cache of dtype {dtype_name(x.dtype)}, "
+            f"got {dtype_name(cache.dtype)}"
+        )
+    if cache.device != x.device and x.device.type != "meta":
+        raise ValueError(f"{name}: expected device {x.device} (that of {of}), got {cache.device}")
+
+
+def snapshot_slots(snapshots: Pool | CacheSlots, schedule: Schedule) -> list[int] | None:
+    """Slots that snapshots go to, as a list where the host knows them."""
+    count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
+    if isinstance(snapshots, CacheSlots):
+        return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
+    if snapshots.write_slots is None:
+        raise ValueError("snapshots: expected a Pool with write_slots, got write_slots None")
+    limit = snapshots.tensor.shape[0]
+    return host_slots("snapshots", snapshots.write_slots, count, entries, limit)
 
 
 def host_slots(
