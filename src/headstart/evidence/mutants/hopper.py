@@ -14,6 +14,8 @@ _mutant = partial(
 )
 SCAN = "gated_delta_rule/hopper/scan.py"
 PREPARE = "gated_delta_rule/hopper/prepare.py"
+INVERSE = "gated_delta_rule/hopper/inverse.py"
+SCORES = "gated_delta_rule/hopper/scores.py"
 TILES = "gated_delta_rule/hopper/tiles.py"
 RESULTS = "gated_delta_rule/hopper/results.py"
 CHANNEL_PREPARE = "gated_delta_rule/hopper/channel_prepare.py"
@@ -129,7 +131,7 @@ MUTANTS = (
     _mutant(
         name="hopper-inverse-level-missing",
         fault="The inverse leaves out the blocks between halves of 16 rows.",
-        file=PREPARE,
+        file=INVERSE,
         old="    for level in gl.static_range(1, 4):",
         new="    for level in gl.static_range(1, 3):",
         checks=("rule equal keys of 128",),
@@ -137,7 +139,7 @@ MUTANTS = (
     _mutant(
         name="hopper-inverse-block-missing",
         fault="The inverse leaves out what rows 16 to 31 hand on to the first 16 columns.",
-        file=PREPARE,
+        file=INVERSE,
         old="    r0 = mma_v2(left, a_blocks.index(0).slice(16, 16).load(RIGHT), r0)\n",
         new="",
         checks=("rule equal keys of 128",),
@@ -145,7 +147,7 @@ MUTANTS = (
     _mutant(
         name="hopper-own-row-unseen",
         fault="An output does not see its own token.",
-        file=PREPARE,
+        file=SCORES,
         old="gl.where((later >= 0) & kept_j",
         new="gl.where((later > 0) & kept_j",
         checks=("rule of 128",),

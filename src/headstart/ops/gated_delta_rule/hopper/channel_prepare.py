@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mma_v2, tma
 
 from headstart.ops.gated_delta_rule.hopper.gluon import copy_out, reinterpret, thread_barrier
-from headstart.ops.gated_delta_rule.hopper.prepare import TAME, beside, bounded_inverse
+from headstart.ops.gated_delta_rule.hopper.inverse import TAME, beside, bounded_inverse
 from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
 
 VARYING = ["first_item"]

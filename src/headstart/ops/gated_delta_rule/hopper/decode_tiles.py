@@ -34,13 +34,8 @@ from headstart.ops.gated_delta_rule.hopper.gluon import (
     reinterpret,
     thread_barrier,
 )
-from headstart.ops.gated_delta_rule.hopper.prepare import (
-    TAME,
-    bounded_inverse,
-    columns_of,
-    inverse_norms,
-    least_and_most,
-)
+from headstart.ops.gated_delta_rule.hopper.inverse import TAME, bounded_inverse, columns_of
+from headstart.ops.gated_delta_rule.hopper.scores import inverse_norms, least_and_most
 from headstart.ops.gated_delta_rule.hopper.short_tiles import (
     add_gates,
     ask_gates,

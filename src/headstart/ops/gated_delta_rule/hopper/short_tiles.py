@@ -27,9 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, reinterpret, thread_barrier
-from headstart.ops.gated_delta_rule.hopper.prepare import (
-    bounded_inverse,
-    columns_of,
+from headstart.ops.gated_delta_rule.hopper.inverse import bounded_inverse, columns_of
+from headstart.ops.gated_delta_rule.hopper.scores import (
     inverse_norms,
     normalise,
     products_of,

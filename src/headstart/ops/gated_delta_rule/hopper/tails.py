@@ -13,7 +13,7 @@ may write them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from headstart.ops.gated_delta_rule.hopper.prepare import inverse_norms
+from headstart.ops.gated_delta_rule.hopper.scores import inverse_norms
 
 SLOTS = ["write_slots"]
 
