@@ -82,6 +82,40 @@ def test_every_sequence_of_a_batch_can_be_hit(family):
         assert difference(found, own(prompt).logits[:, 64:]) < NEAR
 
 
+@pytest.mark.parametrize("kind", ["none", "dynamic", "hybrid"])
+def test_positions_count_tokens_where_none_are_given(family, kind):
+    """A model of transformers counts padding too: keys would lie elsewhere than those of a hit."""
+    own, served = pair(family)
+    ids, mask = tokens(3, 130), left_padding(130, 0, 30, 60)
+    if kind != "dynamic":  # whose sliding layers forget keys, so that none may lie between others
+        mask[0, 90:100] = 0
+        mask[1, 110:] = 0
+    cache = {
+        "none": lambda: None,
+        "dynamic": lambda: transformers.DynamicCache(config=served.config),
+        "hybrid": lambda: HybridCache(served, snapshot_every=64),
+    }[kind]()
+    if cache is None:
+        found = served(ids, attention_mask=mask, use_cache=False).logits
+    else:
+        steps = ((0, 100), (100, 113), (113, 130))
+        found = torch.cat(
+            [_logits(served, ids[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in steps], 1
+        )
+    wanted = alone(own, ids, mask)
+    seen = mask.bool()
+    assert difference(found[seen], wanted[seen]) < NEAR
+    if kind == "hybrid":
+        more = tokens(3, 5, seed=1)
+        found = _logits(served, more, cache)  # it knows without the mask
+        mask = torch.cat([mask, torch.ones_like(more)], 1)
+        wanted = alone(own, torch.cat([ids, more], 1), mask)[:, -5:]
+        assert difference(found, wanted) < NEAR
+        prompt = ids[2][mask[2, :130].bool()][None]
+        found = _logits(served, prompt[:, 64:], cache.restored(64, 2))
+        assert difference(found, own(prompt).logits[:, 64:]) < NEAR
+
+
 def test_snapshots_in_steps_and_at_chosen_positions(family):
     own, served = pair(family)
     ids = tokens(1, T)

@@ -94,6 +94,8 @@ class Adapter:
             cache = DynamicCache(config=decoder.config)
         given[name] = cache
         forward = self._forward(batch, length, mask, packed, cache, tokens.device)
+        if given.get("position_ids") is None and (positions := forward.position_ids()) is not None:
+            given["position_ids"] = positions  # a model counts padding too
         if isinstance(cache, HybridCache):
             cache.begin(forward)
         self._current[threading.get_ident()] = forward
@@ -195,10 +197,10 @@ def enable(model: Any, *, implementation: str | None = None, reproducible: bool 
     Softmax layers run `extend_attention`, linear layers `causal_conv1d`, `gated_delta_rule` and
     `rms_norm_gated`; all else stays the model's own. The model then takes any cache of
     transformers' (or none), whose linear layers become canonical as long as they are empty, and
-    `HybridCache`. Left, right and inner padding by attention_mask [B, past + new]; batches packed
-    by position_ids that restart at 0 or by cu_seq_lens_q, which leave no cache; steps of any
-    length; `generate`; `torch.compile`, for what lies between attention layers. Call it under
-    torch.inference_mode() or torch.no_grad().
+    `HybridCache`. Left, right and inner padding by attention_mask [B, past + new], whose tokens
+    position_ids count where none are given; batches packed by position_ids that restart at 0 or by
+    cu_seq_lens_q, which leave no cache; steps of any length; `generate`; `torch.compile`, for what
+    lies between attention layers. Call it under torch.inference_mode() or torch.no_grad().
 
     While enabled, `model.config` is a copy, since others may share the configuration.
 

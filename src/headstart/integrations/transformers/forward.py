@@ -100,6 +100,20 @@ class Forward:
         """Whether a sequence has seen fewer tokens than rows."""
         return any(start != self.past for start in self.starts)
 
+    def position_ids(self) -> torch.Tensor | None:
+        """Positions [B, L] of the tokens, where rows say others: 0 or the last one at padding.
+
+        >>> Forward(2, 4, mask=torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])).position_ids().tolist()
+        [[0, 1, 2, 2], [0, 0, 0, 1]]
+        """
+        if self.packed or (self._seen is None and not self.padded_before):
+            return None
+        tokens = torch.ones(self.batch, self.length, dtype=torch.int64)
+        if self._seen is not None:
+            tokens = self._seen[:, self.past :].long()
+        positions = torch.tensor(self.starts)[:, None] + tokens.cumsum(1) - 1
+        return positions.clamp(min=0).to(self.device)
+
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Tokens [T, ...] of a padded tensor [B, L, ...]."""
         flat = tensor.flatten(0, 1)
