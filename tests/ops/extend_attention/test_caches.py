@@ -292,6 +292,32 @@ def test_a_nan_in_one_sequence_leaves_all_others_their_bits(attend):
             assert torch.equal(mine[50:], before[50:])
 
 
+@pytest.mark.parametrize("who", ["reference", "torch"])
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("new_in_cache", [False, True])
+@pytest.mark.parametrize(("new", "prefix", "window"), [(1, 130, 5), (40, 100, 20), (3, 700, 128)])
+def test_slots_that_every_window_has_left_may_be_of_others(
+    who, reproducible, new_in_cache, new, prefix, window
+):
+    """Engines give such pages to other sequences, and one of those may hold a NaN."""
+    keys, values, q = (torch.randn(prefix + new, n, 16) for n in (1, 1, 2))
+    rows = {"q": q[prefix:], "k": keys[prefix:].clone(), "v": values[prefix:].clone()}
+    if new_in_cache:
+        rows |= {"k": None, "v": None}
+    held = prefix + new * new_in_cache
+    plan = ExtendPlan.from_slots([new], [0, held], list(range(held)), new_in_cache=new_in_cache)
+    how = {"window": window, "reproducible": reproducible, "implementation": who}
+
+    def attended():
+        cache = KVCache(keys, values)
+        return headstart.extend_attention(**rows, plan=plan, cache=cache, **how)
+
+    wanted = attended()
+    for x in (keys, values):
+        x[: prefix - window + 1] = torch.nan
+        assert torch.equal(attended(), wanted)
+
+
 @pytest.mark.parametrize("shape", [(24,), (6, 4)], ids=["rows", "pages"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_writing_rounds_to_nearest_even_and_skips_negative_slots(write, shape, dtype):

@@ -118,6 +118,8 @@ class _Span:
         self.end = min(start + plan.lengths[n], tiles.stop * shape.R) - self.origin
         self.row = self.origin - start
         """Row of the sequence at position 0 of the span (below 0 where the step starts later)."""
+        self.lowest = 0 if call.window is None else self.origin + self.begin - call.window + 1
+        """Position below which no row sees a key: whose slots may be another sequence's by now."""
         self.runs = _runs(call, n)
         self.mask = call.mask(n)
         self.q, self.o, self.lse = (buffers[name][: len(tiles)] for name in ("q", "o", "lse"))
@@ -248,10 +250,13 @@ class _Span:
         k[filled:], v[filled:] = 0, 0
 
     def _pieces(self, key_tile: int) -> Iterator[tuple[Run, int, int]]:
-        """The runs that have keys in the tile, and the positions of the first and past the last."""
+        """The runs with keys in the tile, and the positions of the first and past the last of them.
+
+        Without those that a window hides from all rows.
+        """
         N = self.shape.N
         for run in self.runs:
-            lower = max(run.start, key_tile * N)
+            lower = max(run.start, key_tile * N, self.lowest)
             upper = min(run.start + run.length, (key_tile + 1) * N)
             if lower < upper:
                 yield run, lower, upper

@@ -38,6 +38,9 @@ class KVCache:
         is the key. A float, or a float32 tensor [1] or [HK] on the cache's device (never read by
         the host).
 
+    Slots that a plan does not name may hold anything. Those of keys that every window has left are
+    read by kernels with the tiles they lie in: there finite values change nothing, a NaN may.
+
     Raises ValueError if shapes, dtypes, devices or scales do not fit.
 
     >>> cache = KVCache(torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 64))
