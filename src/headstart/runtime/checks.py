@@ -29,7 +29,15 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 
-asked = os.environ.get("HEADSTART_CHECK", "0") == "1"
+def asked_for() -> bool:
+    """What HEADSTART_CHECK says; a word that says neither must not pass for no."""
+    word = os.environ.get("HEADSTART_CHECK") or "0"
+    if word not in ("0", "1"):
+        raise ValueError(f"HEADSTART_CHECK: expected 0 or 1, got {word!r}")
+    return word == "1"
+
+
+asked = asked_for()
 
 
 def checking() -> bool:
