@@ -283,6 +283,29 @@ def test_two_sequences_may_not_share_a_slot(state, snapshots, says):
     headstart.gated_delta_rule(**tensors(), **TWO, state=free)
 
 
+def test_views_of_a_pool_are_that_pool(rule):
+    """Whoever makes a view for each argument races as whoever passes one tensor twice."""
+    memory, cache = pool(6), new_cache(6)
+    alike = new_cache(6, tensors=cache.tensors)
+    kept = scheduled(snapshot_every=64)
+    for says, state, snapshots in (
+        ("snapshots: expected slots that", Pool(memory, [1]), Pool(memory[:], write_slots=[1])),
+        ("snapshots: expected slots that", Pool(memory, [1]), Pool(memory[:4], write_slots=[1])),
+        ("snapshots: expected slots that", cache.at([1]), alike.at([1])),
+        ("snapshots: expected memory of its", Pool(memory, [1]), Pool(memory[1:], write_slots=[4])),
+        ("snapshots: expected memory of its", memory[:1], Pool(memory, write_slots=[4])),
+    ):
+        arguments = {"schedule": kept, "state": state, "snapshots": snapshots}
+        refused(says, function=rule, **tensors(), **arguments)
+    for state, snapshots in (
+        (Pool(memory, [1]), Pool(memory[:], write_slots=[2])),
+        (Pool(memory[:3], [1]), Pool(memory[3:], write_slots=[1])),
+        (memory[:1], Pool(memory[1:], write_slots=[1])),
+        (cache.at([1]), alike.at([2])),
+    ):
+        rule(**tensors(), schedule=kept, state=state, snapshots=snapshots)
+
+
 def test_reading_one_slot_twice_is_fine():
     headstart.gated_delta_rule(**tensors(), **TWO, state=Pool(pool(), [1, 1], [2, 3]))
 

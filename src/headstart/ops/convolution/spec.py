@@ -20,6 +20,7 @@ from headstart.ops.gated_delta_rule.shared_checks import (
     host_slots,
     pool_slots,
     schedule_of,
+    share_slots,
     snapshot_slots,
 )
 from headstart.runtime.checks import (
@@ -153,7 +154,7 @@ def bind(
     read, write = _state_slots(state, schedule, x, width)
     expect_updates(state, schedule, expect_flag("return_state", return_state))
     kept = _snapshot_slots(snapshots, schedule, x, width, isinstance(state, CacheSlots))
-    shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
+    shared = share_slots(_memory(state), _memory(snapshots), isinstance(state, torch.Tensor))
     expect_no_races("state", write, read, kept if shared else None)
     expect_no_races("snapshots", None, None, kept)
     if out is not None:

@@ -13,6 +13,7 @@ from headstart.runtime.checks import (
     checking,
     dtype_name,
     expect_dtype,
+    expect_own_memory,
     expect_shape,
     host_flags,
     host_ints,
@@ -131,6 +132,33 @@ def expect_draft_lengths(schedule: Schedule, draft_tokens: int) -> None:
                 f"schedule: expected at most draft_tokens = {draft_tokens} tokens in a step with "
                 f"drafts, got {length} for sequence {n}"
             )
+
+
+def share_slots(
+    state: torch.Tensor | None, snapshots: torch.Tensor | None, plain: bool = False
+) -> bool:
+    """Whether states and snapshots lie in slots of one pool, by whichever views of it.
+
+    plain: whether the states are no pool but a tensor, which snapshots must not overwrite. Raises
+    ValueError if their memory meets in any other way.
+
+    >>> pool = torch.zeros(8, 2, 4)
+    >>> share_slots(pool, pool[:6]), share_slots(pool[:6], pool[6:])
+    (True, False)
+    """
+    if state is None or snapshots is None:
+        return False
+    if not plain and (state is snapshots or _slots_of(state) == _slots_of(snapshots)):
+        return True
+    expect_own_memory("snapshots", snapshots, state=state)
+    return False
+
+
+def _slots_of(pool: torch.Tensor) -> object:
+    """Where the slots of a pool lie, however many it has; without memory, the pool itself."""
+    if pool.device.type == "meta":
+        return id(pool)
+    return pool.data_ptr(), pool.device, pool.dtype, pool.shape[1:], pool.stride()
 
 
 def expect_no_races(

@@ -117,12 +117,13 @@ def snapshot_facts(
         return place
     if type(place) is CacheSlots:
         cache, slots, limit = place.cache, place.slots, place.cache.slots
-        same = type(state) is CacheSlots and state.cache is cache
+        held = used(cache.tensors)
+        same = type(state) is CacheSlots and _one(used(state.cache.tensors)[0], held[0])
         lists = (state.slots,) if same else ()
-        facts, held = (cache.kind, cache.device, same), used(cache.tensors)
+        facts = cache.kind, cache.device, same
     elif type(place) is Pool and (of_pool := layouts((place.tensor,))) is not None:
         slots, limit = place.write_slots, place.tensor.shape[0]
-        same = type(state) is Pool and state.tensor is place.tensor
+        same = type(state) is Pool and _one(state.tensor, place.tensor)
         lists = (state.read_slots, state.write_slots) if same else ()
         facts, held = (place.layout, *of_pool, same), (place.tensor,)
     else:
@@ -184,6 +185,11 @@ def _on_device(
         return REFUSED
     tensors.append(values)
     return values.dtype
+
+
+def _one(pool: Tensor, other: Tensor) -> bool:
+    """Whether two pools have one memory."""
+    return pool is other or pool.data_ptr() == other.data_ptr()
 
 
 def _apart(slots: Any, others: Any) -> bool:

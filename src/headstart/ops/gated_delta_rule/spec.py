@@ -21,6 +21,7 @@ from headstart.ops.gated_delta_rule.shared_checks import (
     host_slots,
     pool_slots,
     schedule_of,
+    share_slots,
     snapshot_slots,
 )
 from headstart.runtime.checks import (
@@ -143,7 +144,7 @@ def bind(
     read, write = _state_slots(state, schedule, (H, HV, K, V), q, g)
     expect_updates(state, schedule, return_state)
     kept = _snapshot_slots(snapshots, schedule, (H, HV, K, V), q, cached)
-    shared = _memory(state) is not None and _memory(state) is _memory(snapshots)
+    shared = share_slots(_memory(state), _memory(snapshots), isinstance(state, torch.Tensor))
     expect_no_races("state", write, read, kept if shared else None)
     expect_no_races("snapshots", None, None, kept)
     if out is not None:
@@ -194,11 +195,13 @@ def bind(
     )
 
 
-def _memory(place: object) -> object:
-    """What identifies the memory behind a state or snapshot argument."""
+def _memory(place: object) -> torch.Tensor | None:
+    """The tensor of states behind a state or snapshot argument."""
     if isinstance(place, CacheSlots):
-        return place.cache
-    return place.tensor if isinstance(place, Pool) else None
+        return place.cache.tensors["state"]
+    if isinstance(place, Pool):
+        return place.tensor
+    return place if isinstance(place, torch.Tensor) else None
 
 
 def _expect_no_other_gradients(
