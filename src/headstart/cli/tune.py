@@ -66,9 +66,10 @@ def command(
     need("evidence", "pydantic", "numpy")
 
     from headstart.cli.verify import DTYPES
+    from headstart.evidence.benching import DeviceLost
     from headstart.evidence.files import expect_writable
     from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
-    from headstart.evidence.tuning.sweep import DeviceLost, plan
+    from headstart.evidence.tuning.sweep import plan
     from headstart.runtime.declined import Declined
     from headstart.runtime.launcher import declines_tensors
 

@@ -22,6 +22,7 @@ from headstart.evidence.paired import Ratio, compare, orders
 from headstart.evidence.runs import Record
 from headstart.evidence.timing import (
     Ceilings,
+    described,
     host_and_wall,
     make_clock,
     measure_ceilings,
@@ -268,7 +269,7 @@ class Prepared:
         return CaseResult(
             case=case.id,
             op=case.op,
-            device=_described(device),
+            device=described(device),
             dtype=case.dtype,
             tokens=case.tokens,
             seed=self.seed,
@@ -408,9 +409,3 @@ def _result(
         if entry.name == base or not walls
         else compare(walls, [wall for _, wall in timed.calls[base]]),
     )
-
-
-def _described(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} {torch.cuda.get_device_name(device)}"
-    return str(device)

@@ -10,6 +10,7 @@ from headstart.evidence.runs import Record
 from headstart.evidence.verify.figures import Meter
 from headstart.evidence.verify.references import truths
 from headstart.evidence.verify.tolerances import PEER, Tolerance, tolerance
+from headstart.runtime.checks import dtype_name
 
 MAIN = ("o", "norm", "convolution")
 """What a case is about: of a rule or attention, of a whole layer, of a convolution alone."""
@@ -89,16 +90,12 @@ def _allowed(arm: Arm, case: Case, output: str, dtype: torch.dtype) -> Tolerance
     return tolerance(
         case.op,
         output,
-        _word(dtype),
+        dtype_name(dtype),
         case.dtype,
         # Peers round the operands of their products as our kernels do.
         implementation=arm.served.split(", ")[-1] if arm.served else "triton",
         block=hasattr(case, "conv_width"),
     )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:

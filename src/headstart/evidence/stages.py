@@ -25,7 +25,7 @@ from headstart.evidence.cases.gated_delta_rule import CHUNK, POOL_SLOTS, DeltaCa
 from headstart.evidence.cases.record import Draws
 from headstart.evidence.paired import Ratio, compare, orders
 from headstart.evidence.runs import Record
-from headstart.evidence.timing import host_and_wall, synchronize, warm
+from headstart.evidence.timing import described, host_and_wall, synchronize, warm
 
 ROUNDS = 24
 PROFILES = 5
@@ -159,7 +159,7 @@ def stages_of_case(
             for words, make in variants(case, name):
                 progress(f"building {name}, {words}")
                 result = StagesResult(
-                    case=case.id, variant=words, arm=name, device=_described(device)
+                    case=case.id, variant=words, arm=name, device=described(device)
                 )
                 try:
                     arm = make(device, seed)
@@ -295,7 +295,3 @@ def _on_gpu(profiler: Any) -> dict[str, tuple[int, float]]:
 def _on_cpu(profiler: Any) -> dict[str, tuple[int, float]]:
     """Name -> (count, microseconds of its own) of operators."""
     return {row.key: (row.count, float(row.self_cpu_time_total)) for row in profiler.key_averages()}
-
-
-def _described(device: torch.device) -> str:
-    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"

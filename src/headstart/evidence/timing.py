@@ -129,6 +129,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def described(device: torch.device) -> str:
+    """A device as records name it: a GPU with its kind.
+
+    >>> described(torch.device("cpu"))
+    'cpu'
+    """
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+
+
 def host_and_wall(arm: Arm, device: torch.device) -> tuple[float, float]:
     """Milliseconds until a call returns, and until its work is done, on an idle device."""
     arm.restore()

@@ -21,6 +21,7 @@ from headstart.evidence.paired import compare, orders
 from headstart.evidence.prefill.runs import Run
 from headstart.evidence.prefill.timing import peak_memory
 from headstart.evidence.stages import Stage, profile
+from headstart.runtime.checks import dtype_name
 
 DIFFERENCE = {torch.float32: 1e-4}
 """Most that an attention layer's outputs may differ from the first arm's, relatively, by dtype."""
@@ -135,7 +136,7 @@ def bench_model(
         layers=dict(Counter(built.loaded.kinds)),
         weight_bytes=built.bytes,
         device=str(stand.device),
-        dtype=str(built.loaded.model.dtype).removeprefix("torch."),
+        dtype=dtype_name(built.loaded.model.dtype),
         prompt_tokens=prompt_tokens,
         step=step,
         steps=stand.steps,

@@ -28,6 +28,7 @@ from headstart.evidence.verify.computing import compute
 from headstart.evidence.verify.tolerances import tolerance
 from headstart.evidence.verify.transcript import verify_transcript
 from headstart.runtime import dispatch, launcher
+from headstart.runtime.checks import dtype_name
 
 
 @dataclass(frozen=True)
@@ -408,7 +409,7 @@ class SpoiledRows:
         }
         rows |= {name: rows[name].to(self.dtype) for name in ("q", "k", "v")}
         truth = torch.from_numpy(delta.replay(*rows.values()).o)
-        stored = str(self.dtype).removeprefix("torch.")
+        stored = dtype_name(self.dtype)
         asked = tolerance("gated_delta_rule", "o", stored, stored, implementation)
         worst = Verdict(check="")
         for name in rows:

@@ -8,6 +8,7 @@ import torch
 
 from headstart.evidence.cases import Case
 from headstart.evidence.oracles import onnx
+from headstart.runtime.checks import dtype_name
 from headstart.runtime.dispatch import Declined
 
 PEERS = ("transformers", "fla", "flashinfer", "sdpa")
@@ -33,7 +34,7 @@ def outputs(
     from headstart.evidence import arms
 
     if dtype is not None:
-        case = replace(case, dtype=str(dtype).removeprefix("torch."))
+        case = replace(case, dtype=dtype_name(dtype))
     try:
         arm = arms.build(against, case, device, seed)
         found = arm.outputs(arm.call())

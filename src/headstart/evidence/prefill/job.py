@@ -18,6 +18,7 @@ from headstart.evidence.prefill.replay import Recorder, Replay, replay
 from headstart.evidence.prefill.runs import Run, continuation, prefill
 from headstart.evidence.prefill.timing import peak_memory
 from headstart.integrations.transformers import PrefixCache, disable, enable, observe, statistics
+from headstart.runtime.checks import dtype_name
 
 SCHEMA = 1
 """Version of the JSON that a report becomes."""
@@ -207,7 +208,7 @@ def _run_enabled(loaded: Loaded, ids: list[int], options: Options, progress: Pro
     return Report(
         model=loaded.name,
         device=str(loaded.model.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        dtype=dtype_name(loaded.model.dtype),
         options=options,
         tokens=len(ids),
         seconds=cold.seconds,

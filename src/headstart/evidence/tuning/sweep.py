@@ -17,6 +17,7 @@ import torch
 
 from headstart.evidence import compiling
 from headstart.evidence.arms import Arm, Outputs
+from headstart.evidence.benching import expect_alive
 from headstart.evidence.cases.record import Draws
 from headstart.evidence.compiling import Progress
 from headstart.evidence.paired import compare, orders
@@ -36,10 +37,6 @@ from headstart.runtime.tables import Key, using
 
 Clocks = Callable[[Sequence[Arm], torch.device], Clock]
 """Makes the clock that times arms which are warm already."""
-
-
-class DeviceLost(Exception):
-    """A configuration has cost the process its device; nothing more can be measured in it."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ def _measure(
             found, again = _computed(arm), _computed(arm)
             synchronize(device)
         except Exception as error:  # what a compiler or a driver raises is the trial's result
-            _expect_alive(device, trial, error)
+            expect_alive(device, f"computing {trial.configuration}", error)
             trial.refused = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         else:
             expected = expected or found
@@ -213,11 +210,3 @@ def _wrong(point: Point, expected: Outputs, found: Outputs, again: Outputs) -> s
 def _rows(values: torch.Tensor) -> torch.Tensor:
     """[rows, heads, vector]."""
     return values.flatten(2) if values.dim() > 2 else values.reshape(len(values), 1, -1)
-
-
-def _expect_alive(device: torch.device, trial: Trial, error: Exception) -> None:
-    try:
-        synchronize(device)
-    except Exception:  # whatever failed first is what every later call says
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DeviceLost(f"{device} was lost to {trial.configuration}: {words}") from error

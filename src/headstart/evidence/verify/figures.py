@@ -13,6 +13,7 @@ import torch
 
 from headstart.evidence.runs import Record
 from headstart.evidence.verify.tolerances import COSINE_GATE, Tolerance
+from headstart.runtime.checks import dtype_name
 
 
 class Measured(Record):
@@ -171,7 +172,7 @@ class Meter:
         worst, row, head = self.worst
         return Measured(
             output=self.output,
-            dtype=str(self.found.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.found.dtype),
             rows=self.found.shape[0],
             heads=self.found.shape[1],
             cosine=cosine,

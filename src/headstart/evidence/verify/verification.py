@@ -17,6 +17,7 @@ from headstart.evidence.verify.figures import Measured, Meter
 from headstart.evidence.verify.references import truths
 from headstart.evidence.verify.tolerances import Tolerance, tolerance
 from headstart.evidence.workers import spread
+from headstart.runtime.checks import dtype_name
 from headstart.runtime.dispatch import Declined
 
 
@@ -98,7 +99,7 @@ def verify_case(
     """
     began = time.perf_counter()
     place = torch.device(device)
-    inputs = str(dtype or case.torch_dtype).removeprefix("torch.")
+    inputs = dtype_name(dtype or case.torch_dtype)
     result = Verification(
         case=case.id,
         op=case.op,
@@ -200,7 +201,7 @@ def verify_many(
 
 
 def _asked(case: Case, output: str, meter: Meter, result: Verification) -> Tolerance:
-    dtype = str(meter.found.dtype).removeprefix("torch.")
+    dtype = dtype_name(meter.found.dtype)
 
     def asked(implementation: str) -> Tolerance:
         block = isinstance(case, DeltaBlockCase)
