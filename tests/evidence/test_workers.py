@@ -64,3 +64,22 @@ def test_an_interrupt_ends_all_without_a_word(while_they, tmp_path):
     _, complaints = process.communicate(timeout=60)
     assert complaints == ""
     assert process.returncode == 130
+
+
+def test_an_interrupt_that_is_ignored_here_is_ignored_there(tmp_path):
+    """As of a command that a script has put in the background."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("600", "1").replace("raise SystemExit(130)", "raise"))
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert process.stdout.readline() == "here\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, complaints = process.communicate(timeout=60)
+    assert complaints == ""
+    assert process.returncode == 0

@@ -51,5 +51,6 @@ def _begin() -> None:
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as who started all may have asked
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPT)
