@@ -1,5 +1,6 @@
 """The runner of known-bad builds: edits apply once, kills mean something, survivors are told."""
 
+import ast
 import dataclasses
 
 import pytest
@@ -12,7 +13,7 @@ from headstart.evidence import runs
 from headstart.evidence.mutants import Mutant, chosen, drawn, named, run_mutants, runner
 from headstart.evidence.mutants.cases import OF_128
 from headstart.evidence.mutants.checks import CHECKS, GENERAL
-from headstart.evidence.mutants.edits import edits
+from headstart.evidence.mutants.edits import NO_RESULTS, SIZING, edits
 from headstart.evidence.mutants.equivalent import EQUIVALENTS, Equivalent, expect_current
 from headstart.evidence.mutants.generated import OPS, SOURCES, generated
 from headstart.evidence.mutants.record import Found
@@ -232,6 +233,18 @@ def test_only_lines_that_compute_are_edited():
         'return "é", (total) <= x - 0, -1',
         'return "é", (total) <= x - 1, 0',
     ]
+
+
+def test_functions_that_are_passed_over_are_there():
+    defined = {
+        node.name
+        for file in OPS.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert defined >= NO_RESULTS
+    for end in SIZING:
+        assert any(name.endswith(end) for name in defined), end
 
 
 def test_a_seed_says_what_is_drawn():
