@@ -287,6 +287,10 @@ def test_tensors_of_a_cache_may_be_replaced(driver, monkeypatch):
     assert found == the_long_way(monkeypatch, driver, call, "hopper")[1]
 
 
+def sparse(*shape):
+    return torch.zeros(shape).to_sparse()
+
+
 MISTAKES = {
     "slots out of range": lambda: {"state": cache().at([0, 6])},
     "a slot twice": lambda: {"state": cache().at([1, 1])},
@@ -297,6 +301,12 @@ MISTAKES = {
             6, H=2, HV=4, K=128, V=128, dtype=torch.float16, device="cpu", draft_tokens=0
         ).at([0, 1])
     },
+    "a sparse pool": lambda: {"state": Pool(sparse(7, 4, 128, 128), [0, 1], [2, 3])},
+    "a sparse place for snapshots": lambda: {
+        "state": pool([0, 1], [2, 3]),
+        "snapshots": Pool(sparse(7, 4, 128, 128), write_slots=[]),
+    },
+    "sparse slots": lambda: {"state": pool(sparse(2).int())},
     "a race": lambda: {"state": pool([0, 1], [1, 2])},
     "a flag": lambda: {"return_state": 1},
     "another flag": lambda: {"qk_l2norm": 1},
@@ -324,14 +334,14 @@ def test_a_mistake_is_told_after_a_call_that_was_right(driver, name):
             rule((rows(2), right | MISTAKES[name]()), "triton")
 
 
-@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_sparse_rows_are_told_after_a_call_that_was_right(driver, sparse):
+@pytest.mark.parametrize("thinned", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_rows_are_told_after_a_call_that_was_right(driver, thinned):
     q, k, v, g, beta = rows(2)
     call = {"schedule": on([1, 1])}
     for _ in range(2):
         rule(((q, k, v, g, beta), call), "triton")
         with pytest.raises(ValueError, match="g: expected a dense tensor"):
-            rule(((q, k, v, sparse(g), beta), call), "triton")
+            rule(((q, k, v, thinned(g), beta), call), "triton")
 
 
 def test_out_over_an_input_is_told_after_one_that_was_not(driver):

@@ -346,6 +346,7 @@ def host_ints(
     ValueError: lengths: expected integers, got True
     """
     if isinstance(values, torch.Tensor):
+        expect_tensor(name, values)
         if values.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got shape {list(values.shape)}")
         expect_dtype(name, values, INTEGERS)

@@ -188,8 +188,11 @@ def _on_device(
 
 
 def _one(pool: Tensor, other: Tensor) -> bool:
-    """Whether two pools have one memory."""
-    return pool is other or pool.data_ptr() == other.data_ptr()
+    """Whether two pools have one memory; a sparse one has none, which the long way tells."""
+    try:
+        return pool is other or pool.data_ptr() == other.data_ptr()
+    except RuntimeError:
+        return False
 
 
 def _apart(slots: Any, others: Any) -> bool:
