@@ -200,8 +200,9 @@ def test_wrong_use():
         tree.drop(node)
     with pytest.raises(ValueError, match="expected a restore point"):
         tree.drop(tree.find("x")[0])
-    with pytest.raises(ValueError, match="budget: expected"):
-        PrefixTree(page_bytes=1, state_bytes=1, budget=-1)
+    for name in ("page_bytes", "state_bytes", "budget"):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            PrefixTree(**{"page_bytes": 1, "state_bytes": 1, name: -1})
 
 
 @given(
