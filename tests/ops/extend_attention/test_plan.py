@@ -331,3 +331,24 @@ def test_slots_outside_the_cache_are_found(slot, said):
     if slot < 0:
         with pytest.raises(ValueError, match="expected slots >= 0"):
             plan.validate()
+
+
+@pytest.mark.parametrize(
+    ("table", "keys", "lowest", "highest"),
+    [
+        ([2**62], 3, 2**66, 2**66 + 2),  # 0 in 64 bits
+        ([1, 2**60 + 1], 20, 16, 2**64 + 19),
+        ([2**59, 1], 20, 16, 2**63 + 15),
+        ([-(2**60), 1], 20, -(2**64), 19),
+        ([7, 0, 3], 33, 0, 7 * 16 + 15),
+        ([7, 0, 9], 33, 0, 9 * 16),
+    ],
+)
+def test_pages_are_found_outside_the_cache_whatever_they_are(table, keys, lowest, highest):
+    plan = ExtendPlan.from_pages([1], [keys + 1], [table], 16, new_in_cache=False)
+    assert plan.slots.bounds(0, keys) == (lowest, highest)
+    new = torch.zeros(1, 1, 4)
+    cache = KVCache(torch.zeros(7, 16, 1, 4), torch.zeros(7, 16, 1, 4))
+    said = rf"plan: expected slots in \[0, 112\), got {lowest if lowest < 0 else highest} in"
+    with pytest.raises(ValueError, match=said):
+        headstart.extend_attention(new, new, new, plan=plan, cache=cache)

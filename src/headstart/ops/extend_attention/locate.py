@@ -83,8 +83,16 @@ class Paged:
         return self.table[n, begin // self.page_size : -(-end // self.page_size)]
 
     def bounds(self, n: int, count: int) -> tuple[int, int]:
-        """Lowest and highest slot of the first `count` keys of sequence n; reads the device."""
-        return _bounds(self.find(n, 0, count))
+        """Lowest and highest slot of the first `count` keys of sequence n; reads the device.
+
+        Of any page that a table can hold: the slots of most do not fit in 64 bits.
+        """
+        if not count:
+            return 0, -1
+        pages, rows = self.pages(n, 0, count), self.page_size
+        last = int(pages[-1]) * rows + (count - 1) % rows
+        highest = int(pages[:-1].max()) * rows + rows - 1 if len(pages) > 1 else last
+        return int(pages.min()) * rows, max(last, highest)
 
     def with_room(self, capacity: tuple[int, int, int]) -> Paged:
         """The same with room for as many sequences and pages as the capacity allows."""
