@@ -164,6 +164,13 @@ def test_without_states_only_ends_are_evicted():
         assert [node.state for node in tree] == ["abc", "ab", "a", other, other[0]]
 
 
+def test_evictions_are_counted():
+    tree = PrefixTree(page_bytes=1, state_bytes=10, budget=25)  # two of these
+    for n, prompt in enumerate(("ab", "cd", "ef", "gh")):
+        tree.insert(prompt, [1, 2], {2: prompt})
+        assert tree.evicted == max(n - 1, 0)
+
+
 def test_a_prompt_that_is_too_long_evicts_nothing():
     tree = PrefixTree(page_bytes=1, state_bytes=10, budget=30)
     tree.insert("ab", [1, 2], {2: "ab"})
