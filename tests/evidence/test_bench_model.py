@@ -109,6 +109,26 @@ def test_arms_of_a_model_with_random_weights(folder, tmp_path, name, names, kind
     assert len(ours.kernels) > 2
 
 
+def test_rounds_of_a_run_that_is_cut_short_are_kept(folder, tmp_path, monkeypatch):
+    file, keep, left = tmp_path / "run.json", benching.Prepared.keep, [2]
+
+    def until_interrupted(*arguments):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        keep(*arguments)
+
+    monkeypatch.setattr(benching.Prepared, "keep", until_interrupted)
+    result = run("--model", folder("gpt-oss-20b"), "--layers", 4, "--experts", 3, "--arms",
+                 "eager", "--prompt-tokens", 9, "--rounds", 3, "--no-noise-floor",
+                 "--device", "cpu", "--json", file)  # fmt: skip
+    assert result.exit_code == 130
+    (found,) = runs.load(file, ModelResult, kind="model").results
+    assert found.rounds == 2
+    assert len(found.arms[0].ttft_ms) == 2
+    assert found.arms[0].status == "timed"
+
+
 def test_a_report_takes_the_run(folder, tmp_path):
     file, page = tmp_path / "run.json", tmp_path / "page.html"
     made = run("--model", folder("gpt-oss-20b"), "--prompt-tokens", 9, "--rounds", 3, "--device",

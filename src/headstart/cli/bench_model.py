@@ -123,6 +123,11 @@ def model(
     built = build(
         model, layers=layers, experts=experts, device=place, dtype=getattr(torch, dtype), seed=seed
     )
+
+    def keep(found: ModelResult) -> None:
+        if json_file is not None:  # after every round: a run that is cut short is not lost
+            runs.save(json_file, "model", [found], options_of(ctx))
+
     try:
         found = bench_model(
             built,
@@ -135,11 +140,11 @@ def model(
             profiled=bool(top),
             limit=limit,
             progress=show,
+            told=keep,
         )
     except DeviceLost as lost:
         raise click.ClickException(str(lost)) from lost
-    if json_file is not None:
-        runs.save(json_file, "model", [found], options_of(ctx))
+    keep(found)
     print_model(found, top)
     for arm in found.arms:
         if arm.sentence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -83,6 +83,7 @@ def bench_model(
     profiled: bool = False,
     limit: float | None = None,
     progress: Progress = lambda words: None,
+    told: Callable[[ModelResult], None] = lambda found: None,
 ) -> ModelResult:
     """Prefill a prompt of random tokens under every arm, `rounds` times in turn.
 
@@ -96,6 +97,7 @@ def bench_model(
     profiled: profile one prefill of each arm after the rounds.
     limit: seconds for preparing all arms; one that is not prepared then is given up, and those
         after it with it. None: no limit. For the main thread of a process alone.
+    told: hears after every round what was found so far.
 
     Raises ValueError for unknown arms and where the model has no positions for so many tokens;
     `DeviceLost` where an arm has cost the process its device.
@@ -120,7 +122,8 @@ def bench_model(
             again = Prepared(NOISE)
             again.arm, again.served = base.arm, base.served
             entries.insert(entries.index(base) + 1, again)
-        _time(stand, entries, rounds, progress)
+        for done in _timed(stand, entries, rounds, progress):
+            told(_found(built, stand, entries, seed, done))
         for entry in entries if profiled else ():
             if entry.arm is not None and entry.name != NOISE:
                 progress(f"profiling {entry.name}")
@@ -128,6 +131,13 @@ def bench_model(
                 entry.kernels, entry.kernel_us = found["stages"], found["device_us"]
     finally:
         stand.turn_to("")
+    return _found(built, stand, entries, seed, rounds)
+
+
+def _found(
+    built: Built, stand: Stand, entries: Sequence[Prepared], seed: int, rounds: int
+) -> ModelResult:
+    base = next((entry for entry in entries if entry.arm is not None), None)
     return ModelResult(
         model=built.loaded.name,
         source=built.source,
@@ -137,8 +147,8 @@ def bench_model(
         weight_bytes=built.bytes,
         device=str(stand.device),
         dtype=dtype_name(built.loaded.model.dtype),
-        prompt_tokens=prompt_tokens,
-        step=step,
+        prompt_tokens=len(stand.ids),
+        step=stand.step,
         steps=stand.steps,
         seed=seed,
         rounds=rounds,
@@ -220,7 +230,10 @@ def _judge(entry: Prepared, run: Run, first: Run) -> None:
         entry.fail("wrong", "; ".join(words))
 
 
-def _time(stand: Stand, entries: Sequence[Prepared], rounds: int, progress: Progress) -> None:
+def _timed(
+    stand: Stand, entries: Sequence[Prepared], rounds: int, progress: Progress
+) -> Iterator[int]:
+    """Rounds of prefills under every arm that is left; how many are done, after each."""
     running: list[tuple[Prepared, Arm]] = [
         (entry, entry.arm) for entry in entries if entry.arm is not None
     ]
@@ -231,6 +244,7 @@ def _time(stand: Stand, entries: Sequence[Prepared], rounds: int, progress: Prog
                 entry, arm = running[at]
                 arm.restore()
                 entry.keep(arm.call(), stand)
+            yield index + 1
     except RuntimeError as error:
         expect_alive(stand.device, "timing", error)
         raise
