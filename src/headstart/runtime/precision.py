@@ -1,15 +1,16 @@
 """float32 products in float32, whatever a process allows.
 
 `torch.set_float32_matmul_precision("medium")` lets float32 products be computed in bfloat16 on
-processors that multiply it, and in TF32 on GPUs. What headstart promises does not depend on such a
-switch of the process, so its products are computed with the switch off.
+processors that multiply it, and in TF32 on GPUs; under `torch.autocast` they are computed in 16
+bits. What headstart promises does not depend on such a switch of the process or the thread, so its
+products are computed with the switch off.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +44,11 @@ def full_float32() -> Iterator[None]:
                     switch.fp32_precision = "ieee"
         _inside += 1
     try:
-        yield
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
         with _lock:
             _inside -= 1

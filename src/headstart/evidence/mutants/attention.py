@@ -122,8 +122,8 @@ MUTANTS = (
         fault="Rows of a key tile that hold no key are seen.",
         pitfall=30,
         file=FIXED,
-        old="        hidden = torch.ones(tiles.stop - tiles.start, R, N, dtype=torch.bool)",
-        new="        hidden = torch.zeros(tiles.stop - tiles.start, R, N, dtype=torch.bool)",
+        old="        hidden = self.q.new_ones(tiles.stop - tiles.start, R, N, dtype=torch.bool)",
+        new="        hidden = self.q.new_zeros(tiles.stop - tiles.start, R, N, dtype=torch.bool)",
         checks=("reproducible window", "attention without the causal rule"),
     ),
     _mutant(
@@ -218,9 +218,8 @@ MUTANTS = (
         fault="New tokens count from 0 instead of from the end of their prefix.",
         pitfall=36,
         file="extend_attention/fixed_tiles.py",
-        old="        own = torch.arange(self.origin + begin, self.origin + end)[:, None]",
-        new="        own = torch.arange(self.origin + begin, self.origin + end)[:, None] - "
-        "self.call.plan.prefix[self.n]",
+        old="        own = own[:, None]  # positions of rows",
+        new="        own = own[:, None] - self.call.plan.prefix[self.n]",
         checks=("reproducible attention",),
     ),
     _mutant(

@@ -108,10 +108,10 @@ class Forward:
         """
         if self.packed or (self._seen is None and not self.padded_before):
             return None
-        tokens = torch.ones(self.batch, self.length, dtype=torch.int64)
+        tokens = torch.ones(self.batch, self.length, dtype=torch.int64, device="cpu")
         if self._seen is not None:
             tokens = self._seen[:, self.past :].long()
-        positions = torch.tensor(self.starts)[:, None] + tokens.cumsum(1) - 1
+        positions = torch.tensor(self.starts, device="cpu")[:, None] + tokens.cumsum(1) - 1
         return positions.clamp(min=0).to(self.device)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,8 @@ class _Span:
         k, v = (self.buffers[name].expand(len(q), -1, -1, -1) for name in ("k", "v"))
         mask = None
         if hidden is not None:
-            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
+            mask = torch.zeros_like(hidden, dtype=torch.float32)
+            mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=mask, scale=1.0
         )
@@ -212,10 +213,11 @@ class _Span:
         call, b = self.call, self.buffers
         pairs = q.flatten(0, 1)
         o = torch.empty_like(pairs)
-        lse = torch.empty(o.shape[:2])
+        lse = o.new_empty(o.shape[:2])
         for first in range(0, len(pairs), ITEMS):
             # The last pair fills the batch up.
-            pair = torch.arange(first, first + ITEMS).clamp_(max=len(pairs) - 1)
+            pair = torch.arange(first, first + ITEMS, device=pairs.device)
+            pair.clamp_(max=len(pairs) - 1)
             head = pair % call.HQ // (call.HQ // call.HK)
             k = torch.index_select(b["k"], 0, head, out=b["k_items"])
             v = torch.index_select(b["v"], 0, head, out=b["v_items"])
@@ -265,12 +267,13 @@ class _Span:
         """The keys that the rows of some query tiles do not see: bool [tiles, R, N]."""
         R, N, call = self.shape.R, self.shape.N, self.call
         first = tiles.start * R
-        hidden = torch.ones(tiles.stop - tiles.start, R, N, dtype=torch.bool)
+        hidden = self.q.new_ones(tiles.stop - tiles.start, R, N, dtype=torch.bool)
         begin, end = max(self.begin, first), min(self.end, tiles.stop * R)
         rows = hidden.view(-1, N)[begin - first : end - first]
-        own = torch.arange(self.origin + begin, self.origin + end)[:, None]
+        own = torch.arange(self.origin + begin, self.origin + end, device=hidden.device)
+        own = own[:, None]  # positions of rows
         for run, lower, upper in self._pieces(key_tile):
-            position = torch.arange(lower, upper)
+            position = torch.arange(lower, upper, device=hidden.device)
             target = rows[:, lower - key_tile * N : upper - key_tile * N]
             if run.covered and self.mask is not None:
                 column = run.number + lower - run.start

@@ -136,9 +136,9 @@ class Span:
         b, C, device = self.buffers, CHUNK, workspace.device
         # Looking at a value on a device would stall it; there the careful form always runs.
         self.always_careful = device.type != "cpu"
-        self.zero = torch.zeros((), device=device)
+        self.zero = torch.zeros((), dtype=torch.float32, device=device)
         self.below = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=device).tril_(-1)
-        self.identity = torch.eye(HALF, device=device)
+        self.identity = torch.eye(HALF, dtype=torch.float32, device=device)
         self.rest = b["rest"].flatten(0, 1)
         self.state_lanes = b["state"].view(U, K, R, V)
         self.v_new_rows = b["v_new"].view(U, R, C, V).transpose(1, 2)

@@ -390,7 +390,7 @@ class GroupScan:
                 found.append(None)
                 continue
             wide = self.buffers["decay"].shape[4:] if parameter.dim() == 2 else ()
-            tile = torch.zeros(units, R, *wide, device=parameter.device)
+            tile = self.buffers["decay"].new_zeros(units, R, *wide)
             for run in self.runs:
                 own = parameter[run.value_heads(self.ratio)].float().unflatten(0, (-1, R))
                 tile[run.units][..., : own.shape[-1]] = own

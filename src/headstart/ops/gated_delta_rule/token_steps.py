@@ -87,7 +87,7 @@ def _token(
             a_log = a_log[:, None]
         g = call.gate.decay(call.g[rows].float(), a_log)
     if call.beta is None:
-        beta = torch.ones(len(rows), HV, device=call.device)
+        beta = torch.ones(len(rows), HV, dtype=torch.float32, device=call.device)
     else:
         beta = call.gate.strength(call.beta[rows].float())
     return q, k, v, g, beta
