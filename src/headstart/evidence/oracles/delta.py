@@ -84,7 +84,7 @@ def replay(
     device: None computes with NumPy; else with torch on that device, and returns tensors there.
 
     >>> x = torch.ones(1, 1, 1)
-    >>> float(replay(x, x, 2 * x, None, None).o)
+    >>> replay(x, x, 2 * x, None, None).o.item()
     2.0
     """
     dtype = k.dtype
