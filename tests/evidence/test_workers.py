@@ -42,18 +42,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("while_they", ["start", "work"])
-def test_an_interrupt_ends_all_without_a_word(while_they, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    process = subprocess.Popen(
+def started(script, on_interrupt):
+    """A process group of its own, which meets an interrupt in this way."""
+    return subprocess.Popen(
         [sys.executable, script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, on_interrupt),
     )
+
+
+@pytest.mark.parametrize("while_they", ["start", "work"])
+def test_an_interrupt_ends_all_without_a_word(while_they, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = started(script, signal.default_int_handler)
     if while_they == "work":
         assert process.stdout.readline() == "here\n"
     else:
@@ -70,14 +75,7 @@ def test_an_interrupt_that_is_ignored_here_is_ignored_there(tmp_path):
     """As of a command that a script has put in the background."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("600", "1").replace("raise SystemExit(130)", "raise"))
-    process = subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    process = started(script, signal.SIG_IGN)
     assert process.stdout.readline() == "here\n"
     os.killpg(process.pid, signal.SIGINT)
     _, complaints = process.communicate(timeout=60)
