@@ -157,7 +157,11 @@ def run(monkeypatch):
     found = []
 
     def compile(kernel, grid, given, **options):
-        found.append((kernel, compiled(kernel, given, **options), given))
+        program = compiled(kernel, given, **options)
+        # Who may start before the launch before has ended waits for that.
+        early, waits = options.get("launch_pdl", False), "griddepcontrol.wait" in program.asm["ptx"]
+        assert early == waits, kernel.__name__
+        found.append((kernel, program, given))
 
     # Short sequences have a kernel of their own: see test_short.
     monkeypatch.setattr(hopper.short_call, "takes", lambda call: False)
@@ -182,7 +186,8 @@ def test_what_a_call_launches_compiles(run, name):
     names = "STAGES", "GROUPS", "PREPARERS", "MAPS"
     scans = [given for kernel, _, given in found if kernel.__name__ == "scan_kernel"]
     forms = [tuple(given[name] for name in names) for given in scans]
-    # A long sequence is prepared beside its scan, by processors that the scan leaves free.
+    # A long sequence is prepared beside its scan, by processors that the scan leaves free; then
+    # no program of the scan starts before it is its turn.
     assert forms == FORMS.get(name, [(3, 1, 0, False)])
     before = [] if forms[0][2] else ["prepare_kernel"]
     launched = [kernel.__name__ for kernel, _, _ in found]
@@ -191,6 +196,27 @@ def test_what_a_call_launches_compiles(run, name):
     assert launched == before + ["scan_kernel"] * len(forms) + after
     products = found[: len(found) - len(after)]
     assert all("wgmma" in kernel.asm["ptx"] for _, kernel, _ in products)
+
+
+@pytest.mark.parametrize(
+    ("start", "drafts", "chunks"), [(0, 0, 80), (100, 0, 81), (100, 1, 82), (100, 16, 82)]
+)
+def test_a_long_prompt_on_a_cache_is_prepared_beside_its_scan(monkeypatch, start, drafts, chunks):
+    launched = []
+    monkeypatch.setattr(hopper, "start", lambda kernel, grid, given, **_: launched.append(given))
+    monkeypatch.setattr(launch, "start", lambda *a, **k: None)
+    for module in (hopper, scratch):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    cache = DeltaCache(1, H=16, HV=32, K=128, V=128, dtype=torch.bfloat16, device="cpu",
+                       draft_tokens=drafts)  # fmt: skip
+    schedule = Schedule([5120], start_positions=[start], device="cpu")
+    arguments = dict.fromkeys(("snapshots", "scale", "reproducible", "workspace", "out"))
+    arguments |= {"gate": Gate.log(), "return_state": False, "qk_l2norm": False}
+    tensors = inputs(5120, 16, 32)
+    hopper.run(spec.bind(*tensors, schedule=schedule, state=cache.at([0]), **arguments))
+    scan, _keys = launched
+    # Of a cache that takes drafts the chunk before the first is listed, and passed over.
+    assert (scan["items_there"], scan["PREPARERS"]) == (chunks, 132 - 64)
 
 
 @pytest.mark.parametrize("name", CHANNELS)

@@ -62,7 +62,7 @@ CHANNEL_RINGS = (3, 2)
 REACHES = {torch.bfloat16: (56.0, 160.0), torch.float16: (0.0, 0.0)}
 """Powers of two by which decays within 16 rows are shifted, and may fall, before products are
 formed of smaller blocks. Float16 holds too few for any."""
-STEP, WIDE_STEP, WAITING_STEP, TILE, START = 1.16, 1.78, 1.35, 2.4, 20.0
+STEP, WIDE_STEP, WAITING_STEP, TILE, START = 1.07, 1.78, 1.35, 2.4, 20.0
 """Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; in its
 wide form, of two blocks; where it waits for tiles made meanwhile; preparing a tile, of one
 processor; until the first tile is there and the last chunk through.
@@ -131,7 +131,7 @@ def _keep_keys(call: GatedDeltaCall, stores: Stores, plan: Plan) -> None:
     grid = (given["H"], plan.facts.sequences)
     with current(call.device):
         own = given | {"sequences": plan.table.sequences}
-        start(keep_keys_kernel, grid, own, num_warps=4, enable_fp_fusion=False)
+        start(keep_keys_kernel, grid, own, num_warps=4, enable_fp_fusion=False, launch_pdl=True)
 
 
 def _packed(o: torch.Tensor) -> torch.Tensor:
@@ -147,10 +147,8 @@ def _preparers(given: Given) -> int:
     HV, chunks = given["HV"], given["items_there"]
     there = processors(given["q"].device)
     left = there - given["V"] // COLUMNS * HV * given["N"]
-    # Chunks are prepared sequence after sequence: more than one would wait for each other. On a
-    # cache a long prompt did not end on an H200 where chunks are passed over; since `ask` it does
-    # with the usual window of drafts, and until it was seen with others these are prepared before.
-    if given["N"] > 1 or given["SEGMENTS"] > 1 or given["CACHED"] or left <= 0:
+    # Chunks are prepared sequence after sequence: more than one would wait for each other.
+    if given["N"] > 1 or given["SEGMENTS"] > 1 or left <= 0:
         return 0
     meanwhile = START + chunks * max(WAITING_STEP, TILE * HV / left)
     return left if meanwhile < chunks * (STEP + TILE * HV / there) else 0
@@ -189,6 +187,7 @@ def _prepare(given: Given, items: int) -> None:
         num_warps=4,
         maxnreg=PREPARE_REGISTERS,
         enable_fp_fusion=False,
+        launch_pdl=True,
     )
 
 
@@ -217,9 +216,11 @@ def _scan(given: Given, pieces: int) -> None:
         described = _snapshot_tiles(given)
     own |= {"snapshot_tiles": described or own["T"], "BULK": described is not None}
     grid = (preparers + blocks * pieces // form.groups,)
+    # Programs that wait for others of their launch must all be there: none comes before its turn.
     start(
-        scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers, enable_fp_fusion=False
-    )
+        scan_kernel, grid, given | own, num_warps=4, maxnreg=form.registers,
+        enable_fp_fusion=False, launch_pdl=not preparers,
+    )  # fmt: skip
 
 
 def _snapshot_tiles(given: Given) -> TensorDescriptor | None:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from headstart.ops.gated_delta_rule import cutting
 from headstart.ops.gated_delta_rule.hopper.gluon import copy_in, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.results import load_state, send_rows, store_state
-from headstart.ops.gated_delta_rule.hopper.tiles import OPENS, odd_words, own_rows, piece_of
+from headstart.ops.gated_delta_rule.hopper.tiles import OPENS, idle, odd_words, own_rows, piece_of
 
 VARYING = ["first_item", "first_piece"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
@@ -367,9 +367,9 @@ def finish_tiles(
         tile = v_ring.index(stage)
         if (low < start) | (low + 64 > end):
             own_rows(
-                tile, values, tail_rows, block * BV, low, start, end, tail_begins, BV, V, CACHED
+                tile, values, tail_rows, block * BV, low, start, end, tail_begins, BV, V, CACHED, 2
             )
-        odd = odd_words(tile, BV)
+        odd = odd_words(tile, BV, 2)
         if gl.reduce_or(odd.reshape([32 * BV]), 0) != 0:
             # From the first such row on rows count as empty, and what they read is NaN.
             spoiled = gl.reduce_or(odd, 1) != 0
@@ -382,12 +382,6 @@ def finish_tiles(
             whole.store(gl.full([K], float("nan"), gl.float32, ROWS))
         thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
-
-
-@gluon.jit
-def idle(at_piece):
-    """A group of warps that the split needs and that does nothing."""
-    return
 
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SLOTS)

@@ -33,11 +33,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from headstart.ops.gated_delta_rule.hopper.decode_tiles import (
     CHUNK_DONE,
+    GATES,
     KEYS,
     MET,
     STATE,
     TRIANGLE,
+    ask_scores,
     ask_state,
+    first_flag,
+    keep_word,
     make_scores,
     make_triangle,
     new_rows,
@@ -50,11 +54,40 @@ SLOTS = ["read_slots", "write_slots", "snapshot_slots"]
 
 
 @gluon.jit
-def half_state(states, half: gl.constexpr, part: gl.constexpr):
+def half_state(state, half: gl.constexpr, part: gl.constexpr):
     """64 rows of K and 64 columns of V of the state in shared memory, transposed."""
-    QUARTER: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
-    quarter = reinterpret(states[2 * half + part], gl.float32, [64, 64], QUARTER)
-    return quarter.permute((1, 0))
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float32)
+    whole = reinterpret(state, gl.float32, [128, 128], SQUARE)
+    return whole.slice(part * 64, 64, 0).slice(half * 64, 64, 1).permute((1, 0))
+
+
+@gluon.jit
+def in_order(x):
+    """Rows 2 i + j of each 16 of x [64, ..] as rows i + 8 j: a thread's two lie side by side."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1], 16])
+    split = x.reshape([4, 8, 2, x.shape[1]]).permute((0, 2, 1, 3))
+    return gl.convert_layout(split.reshape([64, x.shape[1]]), ROW, assert_trivial=True)
+
+
+@gluon.jit
+def as_before(x):
+    """What `in_order` made its result of."""
+    split = x.reshape([4, 2, 8, x.shape[1]]).permute((0, 2, 1, 3))
+    PAIRS: gl.constexpr = pairs_of(x.shape[1])
+    return gl.convert_layout(split.reshape([64, x.shape[1]]), PAIRS, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def pairs_of(columns):
+    """Where threads find what `in_order` gives the layout of a product's result."""
+    wider = [[0, 8 << n] for n in range(3) if 8 << n < columns]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], *wider],
+        [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, columns],
+    )
 
 
 @gluon.jit
@@ -83,11 +116,11 @@ def store_part(
     S, state, half: gl.constexpr, part: gl.constexpr, state_k: gl.constexpr, state_v: gl.constexpr
 ):  # fmt: skip
     """Store S as a quarter of a state in memory, rounded to its dtype."""
-    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    ck = part * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
-    cv = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
+    PAIRS: gl.constexpr = pairs_of(64)
+    ck = part * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, PAIRS))
+    cv = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS))
     to = state + ck[None, :] * state_k + cv[:, None] * state_v
-    gl.store(to, S.to(state.dtype.element_ty))
+    gl.store(to, as_before(S).to(state.dtype.element_ty))
 
 
 @gluon.jit
@@ -107,7 +140,7 @@ def open_state(
     if HAS_SNAPSHOTS:
         if opens:
             for quarter in gl.static_range(4):
-                S = half_state(states, quarter // 2, quarter % 2).load(ROW)
+                S = in_order(half_state(states, quarter // 2, quarter % 2).load(pairs_of(64)))
                 keep_part(
                     S, snaps, opening, head, quarter // 2, quarter % 2, stands, snap_k, snap_v,
                     HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
@@ -115,18 +148,28 @@ def open_state(
 
 
 @gluon.jit
-def meet_state(states, place, low, tiles, clean_row, half: gl.constexpr, ROWS: gl.constexpr):
-    """beta (v - Gamma_i0 k S) and q S in one half of V, transposed."""
+def taking_part(x, mask):
+    """Pairs of x where the mask's bits are set, else 0."""
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def ask_products(states, tiles, half: gl.constexpr, ROWS: gl.constexpr):
+    """Begin k S and q S in one half of V, transposed."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     BY_ROW: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
     BY_OUT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
-    keys, queries, values, T_tile, P_tile, zeros, sums, clean, bars = tiles
-    row, start, end, held, stands, slot = place
+    keys, queries, values, T_tile, P_tile, zeros, sums, clean, flags, bars, masks = tiles
     dtype: gl.constexpr = keys.dtype
-    left0 = gl.convert_layout(half_state(states, half, 0).load(ROW).to(dtype), BY_ROW)
-    left1 = gl.convert_layout(half_state(states, half, 1).load(ROW).to(dtype), BY_ROW)
+    left0 = gl.convert_layout(
+        in_order(half_state(states, half, 0).load(pairs_of(64))).to(dtype), BY_ROW
+    )
+    left1 = gl.convert_layout(
+        in_order(half_state(states, half, 1).load(pairs_of(64))).to(dtype), BY_ROW
+    )
     x = warpgroup_mma(
         left0, keys.index(0).permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
         use_acc=False, is_async=True,
@@ -139,15 +182,20 @@ def meet_state(states, place, low, tiles, clean_row, half: gl.constexpr, ROWS: g
     y = warpgroup_mma(
         gl.convert_layout(left1, BY_OUT), queries.index(1).permute((1, 0)), y, is_async=True
     )
-    x, y, left0, left1 = warpgroup_mma_wait(0, deps=[x, y, left0, left1])
-    inside = gl.exp2(sums.index(0).load(COLUMN) + sums.index(1).load(COLUMN))
+    return x, y, left0, left1
+
+
+@gluon.jit
+def remainder(x, tiles, masks, half: gl.constexpr):
+    """beta (v - Gamma_i0 x) in one half of V, transposed, of x = k S."""
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
+    values, sums = tiles[2], tiles[6]
+    vt = in_order(values.index(half).permute((1, 0)).load(pairs_of(64)))
+    inside = sums.index(3).load(COLUMN)
     beta = sums.index(2).load(COLUMN)
-    vt = values.index(half).permute((1, 0)).load(ROW)
-    rows = gl.arange(0, 64, layout=COLUMN)
-    begins = gl.where(held, stands, start)
-    part = (rows >= begins - low) & (rows < gl.minimum(clean_row, end - low))
-    r = gl.fma(x, -inside[None, :], vt.to(gl.float32)) * beta[None, :]
-    return gl.where(part[None, :], r, 0.0).to(dtype), y
+    r = gl.fma(x, inside[None, :], vt.to(gl.float32)) * beta[None, :]
+    return taking_part(r.to(vt.dtype), masks.load(COLUMN)[None, :])
 
 
 @gluon.jit
@@ -168,9 +216,12 @@ def finish(
     COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o, o_token, o_head, new_state, new_n, new_h = outs
-    keys, queries, values, T_tile, P_tile, zeros, sums, clean, bars = tiles
+    keys, queries, values, T_tile, P_tile, zeros, sums, clean, flags, bars, masks = tiles
     row, start, end, held, stands, slot = place
     dtype: gl.constexpr = keys.dtype
+    if clean_row < 64:
+        finite = gl.arange(0, 64, layout=COLUMN) < clean_row
+        r = gl.where(finite[None, :], r, 0.0)
     right = gl.convert_layout(r, BY_ROW)
     v_new = warpgroup_mma(
         right, T_tile.permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
@@ -186,7 +237,7 @@ def finish(
     o_tile = values.index(half)
     if ROWS < 64:
         o_tile = o_tile.slice(0, ROWS)
-    o_tile.permute((1, 0)).store(out.to(dtype))
+    o_tile.permute((1, 0)).store(as_before(out).to(dtype))
     folds = (low + 64 == fold) & (write >= 0)
     wanted = more | folds
     if HAS_SNAPSHOTS:
@@ -203,7 +254,7 @@ def finish(
         whole = gl.where(clean_row < 64, float("nan"), gl.exp2(last_high + last_rest))
         update = gl.convert_layout((v_new * outside[None, :]).to(dtype), BY_ROW)
         for part in gl.static_range(2):
-            S = half_state(states, half, part).load(ROW)
+            S = in_order(half_state(states, half, part).load(pairs_of(64)))
             S = warpgroup_mma(update, keys.index(part), S * whole, is_async=True)
             S, update = warpgroup_mma_wait(0, deps=[S, update])
             if HAS_SNAPSHOTS:
@@ -215,7 +266,7 @@ def finish(
             if folds:
                 store_part(S, new_state + write * new_n + head * new_h, half, part, V, 1)
             if more:
-                half_state(states, half, part).store(S)
+                half_state(states, half, part).store(as_before(S))
     thread_barrier()
     window, new = new_rows(place, low, at, ROWS, gl.SliceLayout(1, LINES))
     columns = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
@@ -237,21 +288,23 @@ def group(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ACROSS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     (
-        states, quarters, tiles, rows, gates, tail, outs, snaps, items, place, there, opens,
+        states, state, tiles, rows, gates, tail, outs, snaps, items, place, there, opens,
         opening, fold, first, last, first_low, head, scale,
     ) = given  # fmt: skip
     row, start, end, held, stands, slot = place
-    keys, queries, values, T_tile, P_tile, zeros, sums, clean, bars = tiles
+    keys, queries, values, T_tile, P_tile, zeros, sums, clean, flags, bars, masks = tiles
     key_head = head // (HV // H)
     write = rows[16]
     # Once q has met the state, what the other group continues from takes its place.
     begun = reinterpret(queries, gl.float32, [64, ROWS], ACROSS)
+    masks = tiles[10]
+    EACH: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
     if not first_half:
         if first >= last:
             if held:
-                ask_state(states, quarters, bars[STATE], slot, head)
+                ask_state(states, state, bars[STATE], slot, head)
             open_state(
-                quarters, snaps, place, there, opens, opening, head, bars, snap_k, snap_v,
+                state, snaps, place, there, opens, opening, head, bars, snap_k, snap_v,
                 HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
     # What does not change in the loop is formed anew: it would fill the registers.
@@ -266,39 +319,53 @@ def group(
         more = item + 1 < last
         if first_half:
             clean_row = make_triangle(
-                rows, gates, tail, place, low, at, head, key_head, tiles, keeps, ROWS, H, HV,
+                rows, gates, tail, place, low, head, key_head, tiles, keeps, H, HV,
                 GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
             )  # fmt: skip
             mbarrier.wait(bars[MET], phase)
             clean_row = gl.minimum(clean_row, word_of(clean.index(1)))
             finish(
-                values.index(0).permute((1, 0)).load(ROW), begun.load(OUT), quarters, outs,
+                values.index(0).permute((1, 0)).load(ROW), begun.load(OUT), state, outs,
                 snaps,
                 tiles, place, low, at, after, fold, write, more, head, clean_row, 0, ROWS, V,
                 snap_k, snap_v, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
         else:
-            reads, clean_row = make_scores(
-                states, quarters, rows, place, low, at, head, key_head, tiles, keeps,
+            # Of rows that take part all bits are set, to be read in pairs.
+            inner = gl.arange(0, 64, layout=EACH)
+            begins = gl.where(held, stands, start) - low
+            masks.store(gl.where((inner >= begins) & (inner < end - low), -1, 0).to(gl.int16))
+            p, spoiled, reads = ask_scores(
+                states, state, rows, place, low, at, head, key_head, tiles, keeps,
                 held & (item == first), phase, scale, ROWS, NORMALISE,
             )  # fmt: skip
             if item == first:
                 open_state(
-                    quarters, snaps, place, there, opens, opening, head, bars, snap_k, snap_v,
+                    state, snaps, place, there, opens, opening, head, bars, snap_k, snap_v,
                     HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
                 )  # fmt: skip
-            r, y = meet_state(quarters, place, low, tiles, clean_row, 0, ROWS)
-            values.index(0).permute((1, 0)).store(r)
-            r, another = meet_state(quarters, place, low, tiles, clean_row, 1, ROWS)
+            x, y, left0, left1 = ask_products(state, tiles, 0, ROWS)
+            x, y, p, spoiled, left0, left1 = warpgroup_mma_wait(
+                0, deps=[x, y, p, spoiled, left0, left1]
+            )
+            mbarrier.wait(bars[GATES], phase)
+            reads = make_scores(p, spoiled, reads, at, tiles, ROWS)
+            r0 = remainder(x, tiles, masks, 0)
+            x, another, left0, left1 = ask_products(state, tiles, 1, ROWS)
+            x, another, left0, left1 = warpgroup_mma_wait(0, deps=[x, another, left0, left1])
+            r = remainder(x, tiles, masks, 1)
             thread_barrier()
+            values.index(0).permute((1, 0)).store(r0)
             begun.store(y * reads[None, :])
+            clean_row = first_flag(flags.index(1))
+            keep_word(clean.index(1), clean_row)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(bars[MET], count=1)
             mbarrier.wait(bars[TRIANGLE], phase)
             clean_row = gl.minimum(clean_row, word_of(clean.index(0)))
             finish(
-                r, another * reads[None, :], quarters, outs, snaps,
+                r, another * reads[None, :], state, outs, snaps,
                 tiles, place, low, at, after, fold, write, more, head, clean_row, 1, ROWS, V,
                 snap_k, snap_v, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
             )  # fmt: skip
@@ -355,13 +422,9 @@ def decode_kernel(
     if held & (count > 0):
         stands = gl.load(position + slot * position_slot + head)
     # Memory of their own for each, so that nobody waits between one and the next.
-    quarters = (
-        gl.allocate_shared_memory(gl.float32, [1, 64, 64], states.layout),
-        gl.allocate_shared_memory(gl.float32, [1, 64, 64], states.layout),
-        gl.allocate_shared_memory(gl.float32, [1, 64, 64], states.layout),
-        gl.allocate_shared_memory(gl.float32, [1, 64, 64], states.layout),
-    )
+    state = gl.allocate_shared_memory(gl.float32, [1, 128, 128], states.layout)
     bars = (
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
@@ -370,6 +433,7 @@ def decode_kernel(
     )
     mbarrier.init(bars[STATE], count=1)
     mbarrier.init(bars[KEYS], count=1)
+    mbarrier.init(bars[GATES], count=1)
     mbarrier.init(bars[MET], count=1)
     mbarrier.init(bars[TRIANGLE], count=1)
     mbarrier.init(bars[CHUNK_DONE], count=2)
@@ -377,6 +441,10 @@ def decode_kernel(
     thread_barrier()
     slot = gl.maximum(slot, 0)
     first = begin + gl.where(count > 0, (stands - first_chunk * 64) // 64, 0)
+    # Nobody else reads these, and this head's were read.
+    if write >= 0:
+        gl.store(position + write * position_slot + head, fold)
+        gl.store(tail_end + write * position_slot + head, end)
     tiles = (
         gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE),
         gl.allocate_shared_memory(dtype, [2, ROWS, 64], WINDOW),
@@ -386,7 +454,9 @@ def decode_kernel(
         gl.allocate_shared_memory(dtype, [8, 64], EIGHT),
         gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
         gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN),
+        gl.allocate_shared_memory(gl.int8, [2, 64], PLAIN),
         bars,
+        gl.allocate_shared_memory(gl.int16, [64], PLAIN),
     )
     rows = (
         q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head,
@@ -402,7 +472,7 @@ def decode_kernel(
         snapshots, snapshot_slots, snapshot_position, snapshot_end, snap_n, snap_h, snap_position,
     )  # fmt: skip
     given = (
-        states, quarters, tiles, rows, gates, tail, outs, snaps, items,
+        states, state, tiles, rows, gates, tail, outs, snaps, items,
         (row, start, end, held, stands, slot), held & (stands > 0),
         # Where a slot's state is not that of the opening, the first chunk leads there.
         (opening >= 0) & (stands == start // 64 * 64), opening, fold, first, begin + count,
@@ -422,6 +492,3 @@ def decode_kernel(
         [4],
         [REGISTERS],
     )  # fmt: skip
-    if write >= 0:
-        gl.store(position + write * position_slot + head, fold)
-        gl.store(tail_end + write * position_slot + head, end)

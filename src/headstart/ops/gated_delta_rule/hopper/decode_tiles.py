@@ -15,12 +15,11 @@ finite, barriers).
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false
-# ruff: noqa: RUF059 (an outer test of a constant is decided when the kernel is compiled;
+# ruff: noqa: SIM102, RUF059 (an outer test of a constant is decided when the kernel is compiled;
 # functions unpack what they share, and use a part)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -30,12 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from headstart.ops.gated_delta_rule.hopper.gluon import (
     copy_in,
-    gather_in,
     reinterpret,
     thread_barrier,
 )
 from headstart.ops.gated_delta_rule.hopper.inverse import TAME, bounded_inverse, columns_of
-from headstart.ops.gated_delta_rule.hopper.scores import inverse_norms, least_and_most
 from headstart.ops.gated_delta_rule.hopper.short_tiles import (
     add_gates,
     ask_gates,
@@ -43,54 +40,40 @@ from headstart.ops.gated_delta_rule.hopper.short_tiles import (
     ring_of,
 )
 
-STATE, KEYS, MET, TRIANGLE, CHUNK_DONE = (gl.constexpr(i) for i in range(5))
-"""Barriers: the state is there; keys and gates are; rows have met the state, and P is there; T is;
+STATE, KEYS, GATES, MET, TRIANGLE, CHUNK_DONE = (gl.constexpr(i) for i in range(6))
+"""Barriers: the state is there; keys are; gates are; rows have met the state, and P is there; T is;
 both groups are done with a chunk."""
 
 
 @gluon.jit
-def ask_state(states, quarters, bar, slot, head):
+def ask_state(states, state, bar, slot, head):
     """Begin to copy a state into shared memory."""
-    mbarrier.expect(bar, 4 * 64 * 64 * 4)
-    for quarter in gl.static_range(4):
-        corner = [slot.to(gl.int32), head * 128 + quarter % 2 * 64, quarter // 2 * 64]
-        copy_in(states, corner, bar, quarters[quarter])
+    mbarrier.expect(bar, 128 * 128 * 4)
+    copy_in(states, [slot.to(gl.int32), head * 128, 0], bar, state)
 
 
 @gluon.jit
-def window_of(tile, at, ROWS: gl.constexpr):
-    """ROWS rows of a tile [64, 64], from row 8 `at` on."""
-    if ROWS == 64:
-        return tile
-    EIGHT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], tile.dtype)
-    WINDOW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], tile.dtype)
-    eights = reinterpret(tile, tile.dtype, [8, 8, 64], EIGHT)
-    return reinterpret(eights.index(at), tile.dtype, [ROWS, 64], WINDOW)
+def halves_of(tile):
+    """Both halves [2, rows, 64] of a tile at once."""
+    BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2, tile.shape[1], 64], tile.dtype)
+    return reinterpret(tile, tile.dtype, [2, tile.shape[1], 64], BOTH)
 
 
 @gluon.jit
-def part_of(vector, at, ROWS: gl.constexpr):
-    """ROWS entries of 64 floats in shared memory, from entry 8 `at` on."""
-    if ROWS == 64:
-        return vector
+def entries_of(vector, at, ROWS: gl.constexpr):
+    """ROWS entries of 64 floats in shared memory, from entry 8 `at` on, along columns of OUT."""
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    eights = reinterpret(vector, vector.dtype, [8, 8], PLAIN)
-    return reinterpret(eights.index(at), vector.dtype, [ROWS], PLAIN)
-
-
-@gluon.jit
-def gather_tail(halves, tail, slot_step, head_step, head, tail_rows, place, low):
-    """Begin to copy the rows of a tail [.., 128] that lie in a chunk; 0 for all others."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row, start, end, held, stands, slot = place
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
-    old = held & (low + rows >= stands) & (low + rows < start)
-    lines = tail + slot * slot_step + head * head_step + ring_of(low, rows, tail_rows) * 128
-    for half in gl.static_range(2):
-        found = lines[:, None] + (half * 64 + columns)[None, :]
-        gather_in(halves.index(half), found, mask=old[:, None])
-    async_copy.commit_group()
+    if ROWS == 64:
+        found = vector.load(gl.SliceLayout(0, OUT))
+    else:
+        eights = reinterpret(vector, vector.dtype, [8, 8], PLAIN)
+        first = eights.index(at).load(gl.SliceLayout(0, NARROW))
+        second = eights.index(at + 1).load(gl.SliceLayout(0, NARROW))
+        both = gl.join(first, second).permute((1, 0)).reshape([ROWS])
+        found = gl.convert_layout(both, gl.SliceLayout(0, OUT))
+    return found
 
 
 @gluon.jit
@@ -102,42 +85,96 @@ def new_rows(place, low, at, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_call(
-    x, token, head_step, head, place, low, at, half: gl.constexpr, ROWS: gl.constexpr
+def rows_of_call(x, token, head_step, head, place, low, at, ROWS: gl.constexpr):
+    """The window's rows [2, ROWS, 64] of q, in halves of columns; 0 where the call brings none."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0])
+    rows, new = new_rows(place, low, at, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LINES)))
+    lines = x + (place[0] + low - place[1]).to(gl.int64) * token + head * head_step + rows * token
+    return gl.load(lines[None, :, None] + columns_of_both(), mask=new[None, :, None], other=0.0)
+
+
+@gluon.jit
+def columns_of_both():
+    """Numbers of columns [2, 1, 64]."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0])
+    halves = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LINES)))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, LINES)))
+    return halves[:, None, None] * 64 + columns[None, None, :]
+
+
+@gluon.jit
+def norms_of(x):
+    """rsqrt(|x|^2 + 1e-6) of rows [2, rows, 64], with the bits of `inverse_norms` of the whole."""
+    rows: gl.constexpr = x.shape[1]
+    x = x.to(gl.float32)
+    eights = gl.sum(gl.sum((x * x).reshape([2, rows, 8, 8]), 3), 0)
+    return gl.rsqrt(gl.sum(eights, 1) + 1e-6)
+
+
+@gluon.jit
+def piece(
+    x, token, head_step, head, tail, slot_step, tail_head, tail_rows, place, low,
+    number: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """Half of the columns of the window's rows of q, k or v; 0 where the call brings none."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows, new = new_rows(place, low, at, ROWS, gl.SliceLayout(1, LINES))
-    columns = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
-    lines = x + (place[0] + low - place[1]).to(gl.int64) * token + head * head_step + rows * token
-    return gl.load(lines[:, None] + columns[None, :], mask=new[:, None], other=0.0)
+    """A quarter of a chunk's rows [2, 16, 64] of k or v: the tail's, then the call's, else 0.
+
+    Also where new ones go in a tail, and which they are.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0])
+    row, start, end, held, stands, slot = place
+    rows = number * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LINES)))
+    at = low + rows
+    old = held & (at >= stands) & (at < start)
+    new = (at >= start) & (at < end)
+    ring = ring_of(low, rows, tail_rows) * 128
+    kept = tail + slot * slot_step + head * tail_head + ring
+    given = x + (row + low - start).to(gl.int64) * token + head * head_step + rows * token
+    lines = gl.where(old, kept, given)
+    found = gl.load(
+        lines[None, :, None] + columns_of_both(), mask=(old | new)[None, :, None], other=0.0
+    )
+    if NORMALISE:
+        if (start < low + number * 16 + 16) & (end > low + number * 16):
+            # In float32, which gives back what it is given: pairs are rounded at once.
+            norms = gl.convert_layout(norms_of(found), gl.SliceLayout(0, gl.SliceLayout(2, LINES)))
+            norms = norms[None, :, None]
+            scaled = (found.to(gl.float32) * norms).to(found.dtype)
+            found = gl.where(new[None, :, None], scaled, found)
+    return found, ring, new
 
 
 @gluon.jit
-def norms_of_call(x, token, head_step, head, place, low, at, ROWS: gl.constexpr):
-    """1 / |x| of the window's rows of q or k."""
-    WIDE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    rows, new = new_rows(place, low, at, ROWS, gl.SliceLayout(1, WIDE_LINES))
-    columns = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE_LINES))
-    lines = x + (place[0] + low - place[1]).to(gl.int64) * token + head * head_step + rows * token
-    x = gl.load(lines[:, None] + columns[None, :], mask=new[:, None], other=0.0)
-    return inverse_norms(x)
+def whole(pieces):
+    """Pieces [2, 16, 64] one below the other [2, 64, 64]."""
+    upper = gl.join(pieces[0][0], pieces[1][0])
+    lower = gl.join(pieces[2][0], pieces[3][0])
+    return gl.join(upper, lower).permute((0, 4, 3, 1, 2)).reshape([2, 64, 64])
 
 
 @gluon.jit
-def merge(tile, new, x, ROWS: gl.constexpr):
-    """Rows x of the call take their places among those of a tail."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile.store(gl.where(new[:, None], x, tile.load(LINES)))
+def pieces_of(
+    x, token, head_step, head, tail, slot_step, tail_head, tail_rows, place, low,
+    NORMALISE: gl.constexpr,
+):  # fmt: skip
+    """All four pieces of a chunk's rows."""
+    p0 = piece(x, token, head_step, head, tail, slot_step, tail_head, tail_rows, place, low, 0,
+               NORMALISE)  # fmt: skip
+    p1 = piece(x, token, head_step, head, tail, slot_step, tail_head, tail_rows, place, low, 1,
+               NORMALISE)  # fmt: skip
+    p2 = piece(x, token, head_step, head, tail, slot_step, tail_head, tail_rows, place, low, 2,
+               NORMALISE)  # fmt: skip
+    p3 = piece(x, token, head_step, head, tail, slot_step, tail_head, tail_rows, place, low, 3,
+               NORMALISE)  # fmt: skip
+    return p0, p1, p2, p3
 
 
 @gluon.jit
-def keep(tail, slot_step, head_step, head, write, tail_rows, low, rows, new, x, half: gl.constexpr):
-    """Half of the columns of new rows go to the tail of slot `write`."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    columns = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
-    lines = tail + write * slot_step + head * head_step + ring_of(low, rows, tail_rows) * 128
-    gl.store(lines[:, None] + columns[None, :], x, mask=new[:, None])
+def keep(tail, slot_step, head_step, head, write, pieces):
+    """New rows go to the tail of slot `write`."""
+    lines = tail + write * slot_step + head * head_step
+    for number in gl.static_range(4):
+        x, ring, new = pieces[number]
+        gl.store(lines + ring[None, :, None] + columns_of_both(), x, mask=new[None, :, None])
 
 
 @gluon.jit
@@ -155,18 +192,16 @@ def ask_old_gates(tail, place, low, head):
 
 
 @gluon.jit
-def keep_gates(tail, place, low, head, write, sums):
+def keep_gates(tail, place, low, head, write, decay, b):
     """Log decays and betas of new rows go to the tail of slot `write`."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ALL: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     decays, betas, decay_slot, decay_head, beta_slot, beta_head, tail_rows = tail
     row, start, end, held, stands, slot = place
-    at = gl.arange(0, 64, layout=ROWS)
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, ALL))
     ring = ring_of(low, at, tail_rows)
     new = (low + at >= start) & (low + at < end)
-    to = decays + write * decay_slot + head * decay_head + ring
-    gl.store(to, sums.index(3).load(ROWS), mask=new)
-    to = betas + write * beta_slot + head * beta_head + ring
-    gl.store(to, sums.index(2).load(ROWS), mask=new)
+    gl.store(decays + write * decay_slot + head * decay_head + ring, decay, mask=new)
+    gl.store(betas + write * beta_slot + head * beta_head + ring, b, mask=new)
 
 
 @gluon.jit
@@ -184,9 +219,23 @@ def word_of(kept):
 
 
 @gluon.jit
+def either(a, b):
+    """How flags are reduced."""
+    return a | b
+
+
+@gluon.jit
+def first_flag(flags):
+    """The first of 64 flags in shared memory that is odd, 64 if none is. Each warp has all."""
+    EACH: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
+    rows = gl.arange(0, 64, layout=EACH)
+    return gl.min(gl.where((flags.load(EACH).to(gl.int32) & 1) != 0, rows, 64), 0)
+
+
+@gluon.jit
 def make_triangle(
-    rows, gates, tail, place, low, at, head, key_head, tiles, keeps,
-    ROWS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    rows, gates, tail, place, low, head, key_head, tiles, keeps,
+    H: gl.constexpr, HV: gl.constexpr,
     GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
     HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
@@ -195,63 +244,59 @@ def make_triangle(
     Returns the first row that is not finite, as far as this shows.
     """
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    EACH: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
     q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head = rows[:11]
     k_slot_step, k_head_step, tail_rows, write = rows[11], rows[12], rows[15], rows[16]
-    keys, queries, values, T_tile, P_tile, zeros, sums, clean, bars = tiles
+    keys, queries, values, T_tile, P_tile, zeros, sums, clean, flags, bars, masks = tiles
     dtype: gl.constexpr = keys.dtype
     asked = ask_gates(gates, place[:3], low, head, GATE, HAS_G, HAS_BETA, HAS_BIAS)
     old_decay, old_b, old = ask_old_gates(tail, place, low, head)
-    gather_tail(keys, tail_k, k_slot_step, k_head_step, key_head, tail_rows, place, low)
-    k0 = rows_of_call(k, k_token, k_head, key_head, place, low, at, 0, ROWS)
-    k1 = rows_of_call(k, k_token, k_head, key_head, place, low, at, 1, ROWS)
-    if NORMALISE:
-        norms = norms_of_call(k, k_token, k_head, key_head, place, low, at, ROWS)
-    decay, b = read_gates(asked, gates[4], place[:3], low, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS)
-    decay = gl.where(old, old_decay, decay)
-    high, rest, first_spoiled = add_gates(decay, gl.where(old, old_b, b), sums)
-    if NORMALISE:
-        # In float32, which gives back what it is given: pairs are rounded at once.
-        norms = gl.convert_layout(norms, gl.SliceLayout(1, LINES))[:, None]
-        k0 = (k0.to(gl.float32) * norms).to(dtype)
-        k1 = (k1.to(gl.float32) * norms).to(dtype)
-    keep_word(clean.index(0), first_spoiled)
-    thread_barrier()
-    high_i = sums.index(0).load(gl.SliceLayout(1, ROW))
-    rest_i = sums.index(1).load(gl.SliceLayout(1, ROW))
-    high_j = sums.index(0).load(gl.SliceLayout(0, ROW))
-    rest_j = sums.index(1).load(gl.SliceLayout(0, ROW))
-    G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
-    window, new = new_rows(place, low, at, ROWS, gl.SliceLayout(1, LINES))
-    async_copy.wait_group(0)
-    thread_barrier()
-    merge(window_of(keys.index(0), at, ROWS), new, k0, ROWS)
-    merge(window_of(keys.index(1), at, ROWS), new, k1, ROWS)
+    pieces = pieces_of(
+        k, k_token, k_head, key_head, tail_k, k_slot_step, k_head_step, tail_rows, place, low,
+        NORMALISE,
+    )  # fmt: skip
+    halves_of(keys).store(whole(pieces))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(bars[KEYS], count=1)
-    beta = sums.index(2).load(gl.SliceLayout(1, ROW))
     products = warpgroup_mma(
         keys.index(0), keys.index(0).permute((1, 0)), gl.zeros((64, 64), gl.float32, ROW),
         use_acc=False, is_async=True,
     )  # fmt: skip
     products = warpgroup_mma(keys.index(1), keys.index(1).permute((1, 0)), products, is_async=True)
+    if keeps & (head % (HV // H) == 0):
+        keep(tail_k, k_slot_step, k_head_step, key_head, write, pieces)
+    decay, b = read_gates(asked, gates[4], place[:3], low, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS)
+    decay = gl.where(old, old_decay, decay)
+    b = gl.where(old, old_b, b)
+    high, rest, first_spoiled = add_gates(decay, b, sums)
+    if keeps:
+        keep_gates(tail, place, low, head, write, decay, b)
+    thread_barrier()
+    mbarrier.arrive(bars[GATES], count=1)
+    high_i = sums.index(0).load(gl.SliceLayout(1, ROW))
+    rest_i = sums.index(1).load(gl.SliceLayout(1, ROW))
+    high_j = sums.index(0).load(gl.SliceLayout(0, ROW))
+    rest_j = sums.index(1).load(gl.SliceLayout(0, ROW))
+    G = gl.exp2((high_i[:, None] - high_j[None, :]) + (rest_i[:, None] - rest_j[None, :]))
+    beta = sums.index(2).load(gl.SliceLayout(1, ROW))
     products = warpgroup_mma_wait(0, deps=[products])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
     norms = gl.sum(gl.where(i[:, None] == j[None, :], products, 0.0), 1)
-    clean_row, wild = gl.reduce(
-        (gl.where(norms * 0.0 != 0.0, i, 64), gl.where(norms * beta > TAME, 1, 0)),
-        0, least_and_most,
-    )  # fmt: skip
-    clean_row = gl.minimum(clean_row, first_spoiled)
-    strength = gl.where(i < clean_row, beta, 0.0)[:, None]
-    kept = (i[:, None] > j[None, :]) & (i < clean_row)[:, None]
-    A = gl.where(kept, products * G * strength, 0.0)
+    wrong = gl.where(norms * 0.0 != 0.0, 1, 0) | gl.where(norms * beta > TAME, 2, 0)
+    flags.index(0).store(wrong.to(gl.int8))
+    A = gl.where(i[:, None] > j[None, :], products * G * beta[:, None], 0.0)
+    thread_barrier()
+    said = gl.reduce(flags.index(0).load(EACH).to(gl.int32), 0, either)
+    clean_row = first_spoiled
+    if (said & 1) | (first_spoiled < 64):
+        clean_row = gl.minimum(clean_row, first_flag(flags.index(0)))
+        A = gl.where((i < clean_row)[:, None], A, 0.0)
     # Blocks of A and of its diagonal's inverse lie where T will.
     blocks = reinterpret(T_tile, gl.float16, [4, 64, 16], BLOCKS)
-    inverse, grown = bounded_inverse(columns_of(A), blocks, blocks.index(3), wild, dtype)
+    inverse, grown = bounded_inverse(columns_of(A), blocks, blocks.index(3), said // 2, dtype)
     clean_row = gl.minimum(clean_row, grown)
     keep_word(clean.index(0), clean_row)
     # All have read what lies where T will.
@@ -260,59 +305,49 @@ def make_triangle(
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(bars[TRIANGLE], count=1)
-    if keeps:
-        if head % (HV // H) == 0:
-            keep(tail_k, k_slot_step, k_head_step, key_head, write, tail_rows, low, window, new,
-                 k0, 0)  # fmt: skip
-            keep(tail_k, k_slot_step, k_head_step, key_head, write, tail_rows, low, window, new,
-                 k1, 1)  # fmt: skip
-        keep_gates(tail, place, low, head, write, sums)
     return clean_row
 
 
 @gluon.jit
-def make_scores(
-    states, quarters, rows, place, low, at, head, key_head, tiles, keeps, asks, phase, scale,
+def ask_scores(
+    states, state, rows, place, low, at, head, key_head, tiles, keeps, asks, phase, scale,
     ROWS: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """Values, queries and P of a chunk, to shared memory; new values also to the tail.
+    """Values and queries of a chunk, to shared memory; new values also to the tail.
 
-    Returns what scales the window's rows of q, and the first row that is not finite, as far as
-    gates, keys and values show.
+    Returns k q^T and what is not 0 in rows of values that are not finite, both yet to be waited
+    for, and what scales the window's rows of q.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q, k, v, tail_k, tail_v, q_token, q_head, k_token, k_head, v_token, v_head = rows[:11]
     v_slot_step, v_head_step, tail_rows, write = rows[13], rows[14], rows[15], rows[16]
-    keys, queries, values, T_tile, P_tile, zeros, sums, clean, bars = tiles
+    keys, queries, values, T_tile, P_tile, zeros, sums, clean, flags, bars, masks = tiles
     dtype: gl.constexpr = keys.dtype
-    gather_tail(values, tail_v, v_slot_step, v_head_step, head, tail_rows, place, low)
-    v0 = rows_of_call(v, v_token, v_head, head, place, low, at, 0, ROWS)
-    v1 = rows_of_call(v, v_token, v_head, head, place, low, at, 1, ROWS)
-    q0 = rows_of_call(q, q_token, q_head, key_head, place, low, at, 0, ROWS)
-    q1 = rows_of_call(q, q_token, q_head, key_head, place, low, at, 1, ROWS)
-    reads = gl.full([ROWS], scale, gl.float32, gl.SliceLayout(0, OUT))
-    if NORMALISE:
-        norms = norms_of_call(q, q_token, q_head, key_head, place, low, at, ROWS)
-        reads = gl.convert_layout(norms * scale, gl.SliceLayout(0, OUT))
+    pieces = pieces_of(
+        v, v_token, v_head, head, tail_v, v_slot_step, v_head_step, tail_rows, place, low, False
+    )
+    given = rows_of_call(q, q_token, q_head, key_head, place, low, at, ROWS)
     # Behind the rows, which are waited for first.
     if asks:
-        ask_state(states, quarters, bars[STATE], place[5], head)
-    queries.index(0).store(q0)
-    queries.index(1).store(q1)
+        ask_state(states, state, bars[STATE], place[5], head)
+    reads = gl.full([ROWS], scale, gl.float32, gl.SliceLayout(0, OUT))
+    if NORMALISE:
+        reads = gl.convert_layout(norms_of(given) * scale, gl.SliceLayout(0, OUT))
     # Whether a row is finite is what its product with zeros says.
-    zeros.store(gl.zeros([8, 64], dtype, LINES))
-    window, new = new_rows(place, low, at, ROWS, gl.SliceLayout(1, LINES))
-    async_copy.wait_group(0)
-    thread_barrier()
-    merge(window_of(values.index(0), at, ROWS), new, v0, ROWS)
-    merge(window_of(values.index(1), at, ROWS), new, v1, ROWS)
+    zeros.store(gl.zeros([8, 64], dtype, ZEROS))
+    halves_of(queries).store(given)
+    halves_of(values).store(whole(pieces))
     fence_async_shared()
     thread_barrier()
     if keeps:
-        keep(tail_v, v_slot_step, v_head_step, head, write, tail_rows, low, window, new, v0, 0)
-        keep(tail_v, v_slot_step, v_head_step, head, write, tail_rows, low, window, new, v1, 1)
+        keep(tail_v, v_slot_step, v_head_step, head, write, pieces)
+    spoiled = warpgroup_mma(
+        values.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    spoiled = warpgroup_mma(values.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
     mbarrier.wait(bars[KEYS], phase)
     # P transposed: rows j, columns i.
     p = warpgroup_mma(
@@ -320,26 +355,25 @@ def make_scores(
         use_acc=False, is_async=True,
     )  # fmt: skip
     p = warpgroup_mma(keys.index(1), queries.index(1).permute((1, 0)), p, is_async=True)
-    spoiled = warpgroup_mma(
-        values.index(0), zeros.permute((1, 0)), gl.zeros((64, 8), gl.float32, NARROW),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    spoiled = warpgroup_mma(values.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
-    spoiled = warpgroup_mma(keys.index(0), zeros.permute((1, 0)), spoiled, is_async=True)
-    spoiled = warpgroup_mma(keys.index(1), zeros.permute((1, 0)), spoiled, is_async=True)
-    p, spoiled = warpgroup_mma_wait(0, deps=[p, spoiled])
+    return p, spoiled, reads
+
+
+@gluon.jit
+def make_scores(p, spoiled, reads, at, tiles, ROWS: gl.constexpr):
+    """P of a chunk, to shared memory, of k q^T. Which values are not finite goes to `flags`.
+
+    Returns what scales q S.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    keys, queries, values, T_tile, P_tile, zeros, sums, clean, flags, bars, masks = tiles
     j = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     i = at * 8 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     high_j = sums.index(0).load(gl.SliceLayout(1, OUT))
     rest_j = sums.index(1).load(gl.SliceLayout(1, OUT))
-    high_i = part_of(sums.index(0), at, ROWS).load(gl.SliceLayout(0, OUT))
-    rest_i = part_of(sums.index(1), at, ROWS).load(gl.SliceLayout(0, OUT))
+    high_i = entries_of(sums.index(0), at, ROWS)
+    rest_i = entries_of(sums.index(1), at, ROWS)
     G = gl.exp2((high_i[None, :] - high_j[:, None]) + (rest_i[None, :] - rest_j[:, None]))
     scores = gl.where(i[None, :] >= j[:, None], p * (G * reads[None, :]), 0.0)
-    P_tile.permute((1, 0)).store(scores.to(dtype))
-    all_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
-    clean_row = gl.min(gl.where(gl.sum(spoiled, 1) != 0.0, all_rows, 64), 0)
-    # What gates spoil was said with the keys; T says more.
-    clean_row = gl.minimum(clean_row, word_of(clean.index(0)))
-    keep_word(clean.index(1), clean_row)
-    return reads * gl.exp2(high_i + rest_i), clean_row
+    P_tile.permute((1, 0)).store(scores.to(keys.dtype))
+    flags.index(1).store(gl.where(gl.sum(spoiled, 1) != 0.0, 1, 0).to(gl.int8))
+    return reads * gl.exp2(high_i + rest_i)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headstart.ops.gated_delta_rule.hopper.gluon import (
     copy_in,
@@ -240,6 +241,8 @@ def prepare_kernel(
     NORMALISE: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
     """One program per (`together` value heads of a key head, item); q_rows .. P are descriptors."""
+    gdc_wait()
+    gdc_launch_dependents()
     first_head = gl.program_id(0) * together
     local = gl.program_id(1)
     if skipped(items, sequences, base, first_item + local, first_head, HV, CACHED):
@@ -316,6 +319,9 @@ def prepare_items(
         local = unit // units
         first_head = unit % units * together
         if skipped(items, sequences, base, first_item + local, first_head, HV, CACHED):
+            # Told all the same, as empty: no scan waits forever, whatever its slot holds.
+            for head in tl.range(first_head, first_head + together, disable_licm=True):
+                gl.atomic_xchg(clean + local * HV + head, READY, sem="release", scope="gpu")
             ask(rows, shared, base, unit + step, total, together, H, HV, K, CACHED)
         else:
             for head in tl.range(first_head, first_head + together, disable_licm=True):

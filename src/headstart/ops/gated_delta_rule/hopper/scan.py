@@ -31,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headstart.ops.gated_delta_rule import cutting
-from headstart.ops.gated_delta_rule.hopper.gluon import thread_barrier
+from headstart.ops.gated_delta_rule.hopper.gluon import in_pairs, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_items, scratch
 from headstart.ops.gated_delta_rule.hopper.results import (
     keep_snapshot,
@@ -47,12 +48,35 @@ from headstart.ops.gated_delta_rule.hopper.tiles import (
     OPENS,
     copy_tiles,
     finish_tiles,
+    idle,
     piece_of,
 )
 
 VARYING = ["first_item", "first_piece", "items_there", "together"]
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
 IDENTITY, CLOSES = gl.constexpr(cutting.IDENTITY), gl.constexpr(cutting.CLOSES)
+
+
+@gluon.jit
+def beside_products(
+    gate_ring, kept_ring, stage, scale, COLUMN: gl.constexpr, READS: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """What a chunk takes beside its products.
+
+    -Gamma_i0, beta, the scale of rows of q, Gamma_C0 and the slot of the snapshot after it.
+    """
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    minus = -gate_ring.index(stage * GATES).load(COLUMN)
+    strength = gate_ring.index(stage * GATES + 1).load(COLUMN)
+    reads = scale
+    if READS:
+        reads = gate_ring.index(stage * GATES + 5).load(COLUMN)
+    whole = gl.sum(gate_ring.index(stage * GATES).slice(63, 1).load(EACH), 0)
+    following = -1
+    if KEPT:
+        following = gl.sum(kept_ring.index(stage).slice(0, 1).load(EACH), 0)
+    return minus, strength, reads, whole, following
 
 
 @gluon.jit
@@ -67,8 +91,6 @@ def chain(
     GROUPS: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """Chunk after chunk: products, outputs, states of one block of V."""
-    if group >= GROUPS:
-        return
     (
         v, o, o_rows, log_decays, strengths, base, carry, sequences, pieces,
         old_state, read_slots, present, new_state, write_slots, snapshots, snapshot_slots,
@@ -86,7 +108,6 @@ def chain(
     BY_ROW: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
     BY_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, ROW)
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k_ring.dtype
     block = first_block + group
     o_tile = o_tiles.index(group)
@@ -149,40 +170,39 @@ def chain(
     # The slot of the snapshot after the chunk before: S is stored while first products run.
     after = -1
     ob = gl.zeros((BV, 64), dtype, ROW)
+    # What products are scaled by is there before its chunk: it arrives while the state before ends.
+    # Two groups have no registers for that.
+    AHEAD: gl.constexpr = GROUPS == 1
+    mbarrier.wait(full.index(0), 0, pred=last > begins)
+    minus, strength, reads, whole, following = beside_products(
+        gate_ring, kept_ring, 0, scale, COLUMN, NORMALISE and not MAPS, HAS_SNAPSHOTS and not MAPS
+    )  # fmt: skip
     for item in tl.range(begins, last, disable_licm=True):
         turn = item - begins
         stage = turn % STAGES
         low = first_low + (item - first) * 64
         left = gl.convert_layout(S.to(dtype), BY_ROW)
-        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        if not AHEAD:
+            mbarrier.wait(full.index(stage), turn // STAGES & 1)
+            minus, strength, reads, whole, following = beside_products(
+                gate_ring, kept_ring, stage, scale, COLUMN, NORMALISE and not MAPS,
+                HAS_SNAPSHOTS and not MAPS,
+            )  # fmt: skip
         k_tile = k_ring.index(stage)
-        # Before the products, whose own reads of shared memory they would wait for.
-        inside = gate_ring.index(stage * GATES).load(COLUMN)
-        strength = gate_ring.index(stage * GATES + 1).load(COLUMN)
-        outside = gate_ring.index(stage * GATES + 2).load(COLUMN)
-        reads = scale
-        if NORMALISE and not MAPS:
-            reads = gate_ring.index(stage * GATES + 5).load(COLUMN)
-        whole = gl.sum(gate_ring.index(stage * GATES).slice(63, 1).load(EACH), 0)
-        if HAS_SNAPSHOTS and not MAPS:
-            following = gl.sum(kept_ring.index(stage).slice(0, 1).load(EACH), 0)
         vt = v_ring.index(stage * GROUPS + group).permute((1, 0)).load(ROW)
         x = warpgroup_mma(
             left, k_tile.permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
             use_acc=False, is_async=True,
         )  # fmt: skip
-        if not MAPS:
-            y = warpgroup_mma(
-                left, q_ring.index(stage).permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
-                use_acc=False, is_async=True,
-            )  # fmt: skip
         # Gamma_i0 is NaN from the first row on that is not finite.
         some_left_out = (low < tail_begins) | (low + 64 > end) | (whole != whole)
         if MAPS:
+            outside = gate_ring.index(stage * GATES + 2).load(COLUMN)
             x, left = warpgroup_mma_wait(0, deps=[x, left])
         else:
             # The branch also keeps what stands above it from sinking below the wait.
             if turn > 0:
+                mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
                 earlier = low - 64
                 # o's tile is free until o goes out; one of its own is not waited for after that.
                 if HAS_SNAPSHOTS and not BULK:
@@ -200,12 +220,13 @@ def chain(
                     )  # fmt: skip
             if HAS_SNAPSHOTS:
                 after = following
-            x, left = warpgroup_mma_wait(1, deps=[x, left])
+            outside = gate_ring.index(stage * GATES + 2).load(COLUMN)
+            x, left = warpgroup_mma_wait(0, deps=[x, left])
         values = vt.to(gl.float32)
         if MAPS:
             if before == IDENTITY:
                 values = gl.zeros((BV, 64), gl.float32, ROW)
-        r = gl.fma(x, -inside[None, :], values) * strength[None, :]
+        r = gl.fma(x, minus[None, :], values) * strength[None, :]
         if some_left_out:
             taking_part = gate_ring.index(stage * GATES + 3).load(COLUMN)
             r = gl.where((taking_part != 0.0)[None, :], r, 0.0)
@@ -214,22 +235,37 @@ def chain(
             right, T_ring.index(stage).permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
             use_acc=False, is_async=True,
         )  # fmt: skip
+        if not MAPS:
+            # Behind T, which is waited for next; its rows are scaled while the state is formed.
+            y = warpgroup_mma(
+                left, q_ring.index(stage).permute((1, 0)), gl.zeros((BV, 64), gl.float32, ROW),
+                use_acc=False, is_async=True,
+            )  # fmt: skip
         S = S * whole
-        if not MAPS:
-            y, left = warpgroup_mma_wait(1, deps=[y, left])
-            y = y * (inside * reads)[None, :]
-            if turn > 0:
-                mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
-        v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
-        if not MAPS:
-            rounded = gl.convert_layout(v_new.to(dtype), BY_ROW)
-            out = warpgroup_mma(rounded, P_ring.index(stage).permute((1, 0)), y, is_async=True)
+        if MAPS:
+            v_new, right = warpgroup_mma_wait(0, deps=[v_new, right])
+        else:
+            v_new, right = warpgroup_mma_wait(1, deps=[v_new, right])
         update = gl.convert_layout((v_new * outside[None, :]).to(dtype), BY_STATE)
         S = warpgroup_mma(update, k_tile, S, is_async=True)
         if not MAPS:
-            out, rounded = warpgroup_mma_wait(1, deps=[out, rounded])
+            rounded = gl.convert_layout(in_pairs(v_new, dtype), BY_ROW)
+            y, left = warpgroup_mma_wait(1, deps=[y, left])
+            y = y * (minus * -reads)[None, :]
+            out = warpgroup_mma(rounded, P_ring.index(stage).permute((1, 0)), y, is_async=True)
+        if AHEAD:
+            next_stage = (turn + 1) % STAGES
+            mbarrier.wait(full.index(next_stage), (turn + 1) // STAGES & 1, pred=item + 1 < last)
+            minus, strength, reads, whole, following = beside_products(
+                gate_ring, kept_ring, next_stage, scale, COLUMN, NORMALISE and not MAPS,
+                HAS_SNAPSHOTS and not MAPS,
+            )  # fmt: skip
+        if MAPS:
+            S, update = warpgroup_mma_wait(0, deps=[S, update])
+        else:
+            S, update = warpgroup_mma_wait(1, deps=[S, update])
+            out, rounded = warpgroup_mma_wait(0, deps=[out, rounded])
             ob = out.to(dtype)
-        S, update = warpgroup_mma_wait(0, deps=[S, update])
         if MAPS:
             # Otherwise sending rows brings the warps together before a stage is left.
             thread_barrier()
@@ -301,7 +337,10 @@ def scan_kernel(
 
     q_rows .. snapshot_tiles are descriptors.
     """
-    if PREPARERS > 0:
+    if PREPARERS == 0:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
         if gl.program_id(0) < PREPARERS:
             rows = q_rows, k_rows, sequences, items, first_item, q_head, k_head
             given = (
@@ -397,18 +436,22 @@ def scan_kernel(
                 HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, BULK, CACHED, NORMALISE,
                 STAGES, GROUPS, MAPS,
             )),
-            (chain, (
+            ((chain, (
                 given, 1, H, HV, K, V, BV, old_k, old_v, new_k, new_v, snap_k, snap_v,
                 HAS_STATE, HAS_READ, HAS_PRESENT, HAS_NEW, HAS_WRITE, HAS_SNAPSHOTS,
                 HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, BULK, CACHED, NORMALISE,
                 STAGES, GROUPS, MAPS,
-            )),
+            )) if GROUPS == 2 else (finish_tiles, (
+                finished, H, HV, K, V, BV, CACHED, NORMALISE, STAGES, GROUPS, 4,
+            ))),
             (copy_tiles, (
                 copied, H, HV, K, BV, CACHED, NORMALISE, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS,
                 STAGES, GROUPS, PREPARERS > 0, MAPS,
             )),
-            (finish_tiles, (finished, H, HV, K, V, BV, CACHED, NORMALISE, STAGES, GROUPS)),
+            ((finish_tiles, (
+                finished, H, HV, K, V, BV, CACHED, NORMALISE, STAGES, GROUPS, 2,
+            )) if GROUPS == 2 else (idle, (at_piece,))),
         ],
         [4, 1, 2],
-        [232, 40, 40] if GROUPS == 2 else [24, 96, 96],
+        [232, 40, 40] if GROUPS == 2 else [96, 96, 24],
     )  # fmt: skip

@@ -25,8 +25,8 @@ CACHED_REGISTERS = {WINDOW: 128, CHUNK: 168}
 """Of a thread of a cached step, by rows of its window: two programs on a multiprocessor, or one."""
 CHUNKS = 2
 """Of a sequence without a cache, where programs for halves of V leave processors idle."""
-QUARTER = [1, 64, 64]
-"""Of a state, which a cached step copies in four."""
+WHOLE = [1, 128, 128]
+"""A state, which a cached step copies at once."""
 TILE_ROWS = 16
 """Rows begin at, and step by, multiples of as many elements: they are copied 16 bytes at a time."""
 
@@ -93,15 +93,15 @@ def _launch_cached(call: GatedDeltaCall, cache: DeltaCache, given: dict[str, Any
 
 
 def _described(states: torch.Tensor) -> TensorDescriptor:
-    """A descriptor of quarters of states [S, HV, K, V], whose slot stride is free."""
+    """A descriptor of states [S, HV, K, V], whose slot stride is free."""
     S, HV, K, V = states.shape
     strides = [states.stride(0), V, 1]
-    return TensorDescriptor(states, [S, HV * K, V], strides, QUARTER, _layout())
+    return TensorDescriptor(states, [S, HV * K, V], strides, WHOLE, _layout())
 
 
 @functools.cache
 def _layout() -> Any:
-    return gl.NVMMASharedLayout.get_default_for(QUARTER, gl.float32)
+    return gl.NVMMASharedLayout.get_default_for(WHOLE, gl.float32)
 
 
 def _fits(call: GatedDeltaCall) -> bool:

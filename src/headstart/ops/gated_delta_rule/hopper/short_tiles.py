@@ -39,7 +39,7 @@ from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
 
 SCALES = gl.constexpr(4)
 """Vectors of 64 of a chunk: Gamma_i0, beta, Gamma_Ci, and whether a row takes part; before T is
-known both words of the running sum, beta and the log decay."""
+known both words of the running sum, beta and -Gamma_i0."""
 
 
 @gluon.jit
@@ -146,7 +146,7 @@ def read_gates(
 
 @gluon.jit
 def add_gates(decay, b, sums):
-    """The running sum of a chunk's log decays; it, betas and log decays also to `sums`.
+    """The running sum of a chunk's log decays; it, betas and -Gamma_i0 also to `sums`.
 
     Returns both words of the sum [64, 4], and the first row that gates spoil. Each warp has all
     rows.
@@ -157,7 +157,7 @@ def add_gates(decay, b, sums):
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ALL))
     first = gl.min(gl.where(not_finite(decay, b), rows, 64), 0)
     which = gl.arange(0, SCALES, layout=gl.SliceLayout(0, ALL))[None, :]
-    found = gl.where(which == 2, b[:, None], decay[:, None])
+    found = gl.where(which == 2, b[:, None], gl.exp2(high + rest) * -1.0)
     found = gl.where(which == 0, high, gl.where(which == 1, rest, found))
     store_vectors(found, sums)
     return high, rest, first

@@ -25,8 +25,8 @@ from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
 from headstart.ops.gated_delta_rule.hopper.short import short_kernel
 from headstart.ops.gated_delta_rule.hopper.short_call import (
     CACHED_REGISTERS,
-    QUARTER,
     REGISTERS,
+    WHOLE,
 )
 from headstart.ops.gated_delta_rule.hopper.tails import keep_keys_kernel
 from headstart.runtime.static import StaticKernel, Target
@@ -78,10 +78,11 @@ def kernels(target: Target) -> list[StaticKernel]:
         common: dict[str, Any] = {**sizes, "CACHED": cached}
         own = {"H": 16, "HV": 32, "K": 128, "CACHED": cached, "NORMALISE": cached}
         name = f"prepare_hopper-K128-V128-{suffix}"
-        options = {"maxnreg": PREPARE_REGISTERS, "enable_fp_fusion": False}
+        options = {"maxnreg": PREPARE_REGISTERS, "enable_fp_fusion": False, "launch_pdl": True}
         found.append(_kernel(name, prepare_kernel, PREPARE, own, kind, dtype, options))
         if cached:
-            own, options = {"K": 128, "NORMALISE": True}, {"enable_fp_fusion": False}
+            own = {"K": 128, "NORMALISE": True}
+            options = {"enable_fp_fusion": False, "launch_pdl": True}
             name = f"keep_keys_hopper-K128-{kind}"
             keys = _kernel(name, keep_keys_kernel, {}, own, kind, dtype, options)
             found.append(replace(keys, has_product=False))
@@ -139,7 +140,9 @@ def kernels(target: Target) -> list[StaticKernel]:
             }  # fmt: skip
             kind_of = "-beside" if preparers else "-maps" if maps else ""
             name = f"scan_hopper-K128-V128-{form}{kind_of}-{suffix}"
-            options = {"maxnreg": registers, "enable_fp_fusion": False}
+            options = {
+                "maxnreg": registers, "enable_fp_fusion": False, "launch_pdl": not preparers,
+            }  # fmt: skip
             found.append(_kernel(name, scan_kernel, SCAN, own, kind, dtype, options))
     return found
 
@@ -166,8 +169,8 @@ def _kernel(
             layout = gl.NVMMASharedLayout.get_default_for(block, GLUON[of])
             signature[argument] = f"tensordesc<{of}{block},{layout!r}>"
         elif argument == "states":
-            layout = gl.NVMMASharedLayout.get_default_for(QUARTER, gl.float32)
-            signature[argument] = f"tensordesc<fp32{QUARTER},{layout!r}>"
+            layout = gl.NVMMASharedLayout.get_default_for(WHOLE, gl.float32)
+            signature[argument] = f"tensordesc<fp32{WHOLE},{layout!r}>"
         elif argument in ROWS:
             signature[argument] = f"*{kind}"
         elif argument in FLOATS:

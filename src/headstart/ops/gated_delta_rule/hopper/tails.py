@@ -12,6 +12,7 @@ may write them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 from headstart.ops.gated_delta_rule.hopper.scores import inverse_norms
 
@@ -26,6 +27,7 @@ def keep_keys_kernel(
     """One program per (key head, sequence): rows of k past the state, in at most two chunks."""
     # As `prepare` has them: sums of squares in another order would be other bits.
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    gdc_wait()
     key_head = gl.program_id(0)
     n = gl.program_id(1)
     row = gl.load(sequences + n * 8)

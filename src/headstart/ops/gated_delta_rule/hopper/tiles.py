@@ -1,8 +1,8 @@
 """What the scan's other warps do: bring tiles of chunk after chunk into a ring in shared memory.
 
-One warp has tiles copied whole; two make them what the chain of products takes: rows of k are
-normalised, rows of a tail come from the cache, those of other sequences are cleared, and rows of v
-that are not finite are found.
+One warp has tiles copied whole; two or four make them what the chain of products takes: rows of k
+are normalised, rows of a tail come from the cache, those of other sequences are cleared, and rows
+of v that are not finite are found.
 """
 
 # Kernels are written in Gluon, which reads other types than Python's.
@@ -49,7 +49,8 @@ def piece_of(pieces, at, sequences, base, head, HV: gl.constexpr, CACHED: gl.con
         if last > first:
             stands = gl.load(base + n * HV + head)
             if before == OPENS:
-                begins = first + (stands - first_low) // 64
+                # A start that is not legal in its slot may spoil results; nobody waits for it.
+                begins = first + gl.maximum(stands - first_low, 0) // 64
     return n, first, begins, last, first_low, before, after, stands
 
 
@@ -156,9 +157,9 @@ def copy_tiles(
 
 
 @gluon.jit
-def normalise_keys(k_tile, norms, K: gl.constexpr):
+def normalise_keys(k_tile, norms, K: gl.constexpr, WARPS: gl.constexpr):
     """Multiply rows of k by what `prepare` found, in the same way."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     for part in gl.static_range(0, 64, 16):
         lines = k_tile.slice(part, 16)
         x = lines.load(LINES)
@@ -169,10 +170,12 @@ def normalise_keys(k_tile, norms, K: gl.constexpr):
 @gluon.jit
 def own_rows(
     tile, kept, tail_rows, first_column, low, start, end, tail_begins,
-    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, CACHED: gl.constexpr,
+    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, CACHED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows of a tail from the cache, at kept [R, WIDTH]; rows of other sequences are cleared."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [2, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // COLUMNS, COLUMNS // 8], [WARPS, 1], [1, 0]
+    )
     columns = (first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LINES)))[None, :]
     for part in gl.static_range(0, 64, 8):
         at = low + part + gl.arange(0, 8, layout=gl.SliceLayout(1, LINES))
@@ -188,10 +191,10 @@ def own_rows(
 
 
 @gluon.jit
-def odd_words(tile, BV: gl.constexpr):
+def odd_words(tile, BV: gl.constexpr, WARPS: gl.constexpr):
     """A tile in words of two numbers: not 0 where one of them is not finite, by row."""
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     half: gl.constexpr = tile.dtype == gl.float16
     exponents: gl.constexpr = 0x7C007C00 if half else 0x7F807F80
     carry: gl.constexpr = 0x04000400 if half else 0x00800080
@@ -204,6 +207,7 @@ def odd_words(tile, BV: gl.constexpr):
 def finish_tiles(
     given, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
     CACHED: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Make every stage that has landed what the chain takes."""
     (
@@ -211,7 +215,7 @@ def finish_tiles(
         full, at_piece, head, block,
         tail_k_slot, tail_k_head, tail_v_slot, tail_v_head, tail_rows,
     ) = given  # fmt: skip
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     n, first, begins, last, first_low, _before, _after, stands = piece_of(
         pieces, at_piece, sequences, base, head, HV, CACHED
     )
@@ -232,19 +236,19 @@ def finish_tiles(
         mbarrier.wait(landed.index(stage), turn // STAGES & 1)
         k_tile = k_ring.index(stage)
         if NORMALISE:
-            normalise_keys(k_tile, gate_ring.index(stage * GATES + 4), K)
+            normalise_keys(k_tile, gate_ring.index(stage * GATES + 4), K, WARPS)
         if (low < start) | (low + 64 > end):
             own_rows(
-                k_tile, keys, tail_rows, 0, low, start, end, tail_begins, K, K, CACHED
+                k_tile, keys, tail_rows, 0, low, start, end, tail_begins, K, K, CACHED, WARPS
             )  # fmt: skip
             for group in gl.static_range(GROUPS):
                 own_rows(
                     v_ring.index(stage * GROUPS + group), values, tail_rows, (block + group) * BV,
-                    low, start, end, tail_begins, BV, V, CACHED,
+                    low, start, end, tail_begins, BV, V, CACHED, WARPS,
                 )  # fmt: skip
-        odd = odd_words(v_ring.index(stage * GROUPS), BV)
+        odd = odd_words(v_ring.index(stage * GROUPS), BV, WARPS)
         if GROUPS == 2:
-            odd = odd | odd_words(v_ring.index(stage * GROUPS + 1), BV)
+            odd = odd | odd_words(v_ring.index(stage * GROUPS + 1), BV, WARPS)
         if gl.reduce_or(odd.reshape([32 * BV]), 0) != 0:
             # From the first such row on rows count as empty, and what they read is NaN.
             spoiled = gl.reduce_or(odd, 1) != 0
@@ -258,3 +262,9 @@ def finish_tiles(
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
+def idle(at_piece):
+    """A group of warps that the split needs and that does nothing."""
+    return

@@ -16,6 +16,7 @@ its first row whose gates are not finite, 64 if there is none.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headstart.ops.gated_delta_rule.passes.gates import log_decay, strength
 
@@ -90,8 +91,12 @@ def decays_kernel(
     HAS_BETA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CACHED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One program per (block of BH value heads, item). sums [items, 2, HV, 64]."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     heads = tl.program_id(0) * BH + tl.arange(0, BH)
     local = tl.program_id(1)
     item = first_item + local

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headstart.runtime.launcher import padded, precision
 from headstart.runtime.static import Target
@@ -61,11 +62,15 @@ def join_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One program per (block of BV columns of V, value head).
 
     L comes in PARTS of its columns, 1 or 4: while one is multiplied the next is on its way.
     """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     columns = tl.program_id(0) * BV + tl.arange(0, BV)
     head = tl.program_id(1)
     rows = tl.arange(0, BK)

@@ -19,6 +19,7 @@ from headstart.ops.gated_delta_rule.cutting import Cut
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
     INTERPRETED_AS,
+    chained,
     heads_together,
     prepare_configuration,
 )
@@ -58,6 +59,7 @@ def launch(
     """
     with current(call.device):
         given = _arguments(call, stores, plan) | state_arguments(call, stores)
+        given["CHAINED"] = chained(target_of(call.device, INTERPRETED_AS))
         cut = plan.cut
         pieces = plan.facts.sequences if cut.segments == 1 else cut.segments
         about = cut.pieces(plan.facts.sequences, plan.facts.chunks)
@@ -144,7 +146,8 @@ def start(kernel: Any, grid: tuple[int, ...], given: Given, num_warps: int) -> N
     Without contraction into fused multiply-adds: a value that one path reads from memory and
     another forms in registers must give the same bits.
     """
-    launcher.start(kernel, grid, given, num_warps=num_warps, enable_fp_fusion=False)
+    early = {"launch_pdl": True} if "CHAINED" in kernel.arg_names and given["CHAINED"] else {}
+    launcher.start(kernel, grid, given, num_warps=num_warps, enable_fp_fusion=False, **early)
 
 
 def described(rows: torch.Tensor, columns: int) -> Any:

@@ -13,6 +13,7 @@ from headstart.ops.gated_delta_rule.passes.channel import (
 )
 from headstart.ops.gated_delta_rule.passes.config import (
     DECAY_HEADS,
+    chained,
     joins,
     prepare_configuration,
 )
@@ -100,7 +101,8 @@ def kernels(target: Target) -> list[StaticKernel]:
         for cached in (False, True):
             sizes: Mapping[str, Any] = {
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
-                "PER_CHANNEL": False, "PRECISION": precision(dtype, target.backend),
+                "PER_CHANNEL": False, "CHAINED": chained(target),
+                "PRECISION": precision(dtype, target.backend),
             }  # fmt: skip
             blocks = channel_configuration(dtype, target.backend, target.warp_size)
             gates = {
@@ -142,6 +144,9 @@ def kernels(target: Target) -> list[StaticKernel]:
                     name: value for name, value in {**sizes, **own}.items() if name in fn.arg_names
                 }
                 signature, attrs = _signature(fn, NAMES[dtype], constexprs)
+                options: Mapping[str, Any] = {"enable_fp_fusion": False}
+                if constexprs.get("CHAINED"):
+                    options |= {"launch_pdl": True}
                 name = fn.__name__.removesuffix("_kernel")
                 name += "_channels" if constexprs.get("PER_CHANNEL") else ""
                 name += "_maps" if constexprs.get("MAPS") else ""
@@ -155,7 +160,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                         num_stages=stages,
                         has_product=fn not in (decays_kernel, recurrent_kernel),
                         attrs=attrs,
-                        options={"enable_fp_fusion": False},
+                        options=options,
                     )
                 )
     return found
