@@ -31,7 +31,6 @@ from headstart.ops.extend_attention.triton.config import (
     columns,
     configuration,
     converts_e4m3,
-    late,
     order,
     packing,
 )
@@ -275,7 +274,7 @@ def arguments(
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,
         "PRECISION": precision(multiplied_in(call), target_of(call.device).backend),
-        "ORDER": order(*kind, **place), "LATE": late(*kind, **place),
+        "ORDER": order(*kind, **place, reproducible=call.reproducible),
     }  # fmt: skip
     mask = call.custom_mask
     given["custom_mask"] = None if mask is None else mask.contiguous().view(torch.uint8)

@@ -125,7 +125,7 @@ Tiles of 64 x 128 beat those of 64 x 64 there by 8 %.
 
 REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
     "hopper": {
-        64: Config(64, 32, 3, 4, registers=80),
+        64: Config(64, 32, 2, 4, registers=80),
         128: Config(64, 32, 3, 4),
         256: Config(64, 32, 2, 4),
     }
@@ -217,13 +217,22 @@ def columns(D: int, dtype: torch.dtype, target: str) -> Columns:
     return Columns(part, D // part) if part >= 64 else Columns(padded(D))
 
 
-def order(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -> str:
-    """How a turn of the default kernel's loops over tiles of keys is laid out, as it was fastest.
+def order(
+    D: int,
+    DV: int,
+    dtype: torch.dtype,
+    *,
+    windowed: bool,
+    reproducible: bool = False,
+    target: str,
+) -> str:
+    """How a turn of the loops over tiles of keys is laid out, as it was fastest.
 
     "early" (`sweep_early`) and "late" (`sweep_late`): products run beside the softmax of another
     turn. "ahead" (`sweep`): the next tiles are on their way during a softmax; where rows are
     narrow, several programs of a multiprocessor do the rest for each other, with fewer registers.
-    "": none of them. Measured on Hopper alone.
+    "": none of them. Measured on Hopper alone. The reproducible kernel knows no "early"; tiles that
+    a page table names it reads late in any case: that is how they are on their way in time.
 
     >>> order(64, 64, torch.bfloat16, windowed=True, target="cuda:90")
     'ahead'
@@ -233,22 +242,9 @@ def order(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -
     if max(D, DV) <= 64:
         return "ahead"
     if windowed:
-        return "early" if max(D, DV) > 192 else ""
-    return "early" if columns(D, dtype, target).parts > 1 else "late"
-
-
-def late(D: int, DV: int, dtype: torch.dtype, *, windowed: bool, target: str) -> bool:
-    """Whether the reproducible kernel absorbs values a turn late (`sweep_late`).
-
-    Not where rows are narrow: three programs on a multiprocessor do as much for each other, and
-    were 4 % faster. Under a window loops are short. Tiles that a page table names are read late in
-    any case: that is how they are on their way in time.
-
-    >>> late(128, 128, torch.bfloat16, windowed=False, target="cuda:90")
-    True
-    """
-    wide = max(padded(D), padded(DV)) > 64
-    return wide and kind_of(target) == "hopper" and dtype != torch.float32 and not windowed
+        return "early" if max(D, DV) > 192 and not reproducible else ""
+    early = columns(D, dtype, target).parts > 1 and not reproducible
+    return "early" if early else "late"
 
 
 def kind_of(target: str) -> str:

@@ -132,8 +132,8 @@ def extend_kernel(
     if first >= length:
         return
     key_head, group_head = head_of(i % HEADS, GROUP, PACK)
-    o_t, o_row, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
-    o_h += key_head * GROUP
+    first_row, o_t, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
+    tile_rows = (first_row, o_t, o_h + key_head * GROUP, m_row)
     facts = facts_of(sequences, n)
     query_start = tl.load(facts + 2).to(tl.int32)
     key_start = tl.load(facts + 3).to(tl.int32)
@@ -141,12 +141,12 @@ def extend_kernel(
     fresh = tl.load(facts + 5).to(tl.int32)
     where = tl.load(facts + 6)
     if AGAIN:
-        b_q = (query_rows(q, o_row, o_h, q_token, q_head), m_row)
+        b_q = (query_rows(q, tile_rows, q_token, q_head), m_row)
     else:
-        b_q = read_query_parts(q, o_row, o_h, m_row, q_token, q_head, D, BD, PARTS)
+        b_q = read_query_parts(q, tile_rows, q_token, q_head, D, BD, PARTS)
     o_own = query_start + first + o_t
     queries = (query_start + first, query_start + tl.minimum(first + BT, length) - 1)
-    p_mask, new_column = o_row, 0
+    p_mask, new_column = o_t, 0
     if MASK != "":
         p_mask = custom_mask + tl.load(facts + 8) + (first + o_t) * tl.load(facts + 9)
         new_column = tl.load(facts + 10)
@@ -210,7 +210,7 @@ def extend_kernel(
                 D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
             )  # fmt: skip
     keep(
-        acc, m, l, o, lse, sinks, part_acc, part_m, part_l, (o_row, o_t, o_h, m_row),
+        acc, m, l, o, lse, sinks, part_acc, part_m, part_l, tile_rows,
         piece, scratch, n, (o_token, o_head, o_channel, lse_token, lse_head),
         HQ, DV, BDV, HAS_SINKS, HAS_LSE,
     )  # fmt: skip

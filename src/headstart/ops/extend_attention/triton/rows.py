@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from headstart.ops.extend_attention.tile_table import SEQUENCE_COLUMNS, TILE_COLUMNS
+from headstart.ops.extend_attention.triton.keys import widened
 from headstart.ops.extend_attention.triton.softmax import NOTHING, finish
 
 _SEQUENCE = tl.constexpr(SEQUENCE_COLUMNS)
@@ -62,26 +63,40 @@ def rows_of(
     row, first, length, group_head,
     GROUP: tl.constexpr, PACK: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Token in the tile, packed row, head in the group, and whether the row is one; all [BM]."""
+    """Packed row of the tile's first token; then token in the tile, head in the group and whether
+    the row is one, all [BM].
+    """
     r = tl.arange(0, BM)
     o_t = r // PACK
     o_h = group_head + r % PACK
     m_row = (o_t < BT) & (first + o_t < length) & (o_h < GROUP)
-    return o_t, row + first + o_t, o_h, m_row
+    return row + first, o_t, o_h, m_row
 
 
 @triton.jit
-def query_rows(q, o_row, o_h, q_token, q_head):
+def places_of(rows, token, head):
+    """Where rows [BM] of a tile lie: an offset of them all, and of each behind it, in 64 bits.
+
+    token, head: strides. Within a tile numbers are small and have no sign, which is one
+    multiplication each.
+    """
+    first_row, o_t, o_h, _ = rows
+    return first_row * token, widened(o_t) * widened(token) + widened(o_h) * widened(head)
+
+
+@triton.jit
+def query_rows(q, rows, q_token, q_head):
     """Pointers [BM] to the queries of a tile."""
-    return q + (o_row * q_token + o_h.to(tl.int64) * q_head)
+    base, at = places_of(rows, q_token, q_head)
+    return q + base + at
 
 
 @triton.jit
-def read_queries(q, o_row, o_h, m_row, q_token, q_head, D: tl.constexpr, BD: tl.constexpr):
+def read_queries(q, rows, q_token, q_head, D: tl.constexpr, BD: tl.constexpr):
     """Queries [BM, BD] of a tile, zeros where there are none."""
     o_d = tl.arange(0, BD)
-    pointers = query_rows(q, o_row, o_h, q_token, q_head)[:, None] + o_d[None, :]
-    mask = m_row[:, None]
+    pointers = query_rows(q, rows, q_token, q_head)[:, None] + o_d[None, :]
+    mask = rows[3][:, None]
     if D < BD:
         mask = mask & (o_d < D)[None, :]
     return tl.load(pointers, mask=mask, other=0.0)
@@ -89,13 +104,13 @@ def read_queries(q, o_row, o_h, m_row, q_token, q_head, D: tl.constexpr, BD: tl.
 
 @triton.jit
 def read_query_parts(
-    q, o_row, o_h, m_row, q_token, q_head, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr
+    q, rows, q_token, q_head, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr
 ):
     """The same in parts of BD columns, as `read_parts` does with keys."""
     SIZE: tl.constexpr = D if PARTS == 1 else BD
     found = ()
     for part in tl.static_range(PARTS):
-        b_x = read_queries(q + part * BD, o_row, o_h, m_row, q_token, q_head, SIZE, BD)
+        b_x = read_queries(q + part * BD, rows, q_token, q_head, SIZE, BD)
         found += (b_x,)
     return found
 
@@ -116,10 +131,10 @@ def keep(
 ):  # fmt: skip
     """Write what a tile gives: o and LSE, or the state of a piece.
 
-    rows: (packed row, token in the tile, head, whether it is one). strides: of a token, a head and
-    a channel of o, of a token and a head of the LSE.
+    rows: as of `rows_of`, with heads of all groups. strides: of a token, a head and a channel of o,
+    of a token and a head of the LSE.
     """
-    o_row, o_t, o_h, m_row = rows
+    _, o_t, o_h, m_row = rows
     o_token, o_head, o_channel, lse_token, lse_head = strides
     if piece >= 0:
         entry = (scratch + o_t).to(tl.int64) * HQ + o_h
@@ -131,7 +146,8 @@ def keep(
         if HAS_SINKS:
             sink = tl.load(sinks + o_h, mask=m_row & (n >= 0), other=NOTHING).to(tl.float32)
         share, b_lse = finish(m, l, sink)
-        at = o_row * o_token + o_h.to(tl.int64) * o_head
-        store_rows(o, at, acc * share[:, None], m_row, o_channel, DV, BDV)
+        base, at = places_of(rows, o_token, o_head)
+        store_rows(o + base, at, acc * share[:, None], m_row, o_channel, DV, BDV)
         if HAS_LSE:
-            tl.store(lse + o_row * lse_token + o_h.to(tl.int64) * lse_head, b_lse, mask=m_row)
+            base, at = places_of(rows, lse_token, lse_head)
+            tl.store(lse + base + at, b_lse, mask=m_row)

@@ -15,7 +15,6 @@ from headstart.ops.extend_attention.triton.config import (
     configuration,
     converts_e4m3,
     kind_of,
-    late,
     order,
     packing,
 )
@@ -115,7 +114,7 @@ def constants(
         "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
         "FORM": "plain", "PRECISION": precision(shape.dtype, target.backend),
-        "ORDER": order(*kind, **place), "LATE": late(*kind, **place),
+        "ORDER": order(*kind, **place, reproducible=reproducible),
     } | switches  # fmt: skip
 
 

@@ -104,19 +104,38 @@ def formed(b_s, inner, FORM: tl.constexpr):
 
 
 @triton.jit
-def shown(p_mask, seen, o_column, m_column, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Which keys [BM, BN] a custom mask shows, spread over threads as scores are.
+def shown(p_mask, seen, places, KEYS: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Which keys [BM, KEYS] of a tile a custom mask shows, spread over threads as scores are.
 
-    p_mask: pointer to key 0's entry [BM]; seen: which rows are read [BM]; o_column: columns [BN];
-    m_column: which of them are read [BN]. That spread comes from a product with 1. Else the
-    compiler may spread the weights of a masked tile as the entries were loaded, and the sum over a
-    row would be taken in another order, with other bits than without a mask.
+    p_mask: pointer to key 0's entry [BM]; seen: which rows are read [BM]. places: of the tile's
+    first key and of their count, among keys whose entries begin with column 0; the same of keys
+    that begin with another column, and this. Others than these have no entry.
+    That spread comes from a product with 1. Else the compiler may spread the weights of a masked
+    tile as the entries were loaded, and the sum over a row would be taken in another order, with
+    other bits than without a mask. Its terms come a few columns of entries at a time, which
+    registers hold.
     """
-    p_entry = p_mask[:, None] + o_column[None, :]
-    entries = tl.load(p_entry, mask=seen[:, None] & m_column[None, :], other=0)
-    o_c = tl.arange(0, entries.shape[1])
-    one = (o_c[:, None] == o_c[None, :]).to(dtype)
-    return tl.dot((entries != 0).to(dtype), one, input_precision=PRECISION) > 0.5
+    low, count, other_low, other_count, other_column = places
+    SLICE: tl.constexpr = 32 if KEYS > 32 else KEYS
+    o_c = tl.arange(0, KEYS)
+    # Sums of one term are exact in half of the registers; of float32 products the spread is theirs.
+    KIND: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
+    found = tl.zeros((p_mask.shape[0], KEYS), KIND)
+    for part in tl.static_range(KEYS // SLICE):
+        o_part = part * SLICE + tl.arange(0, SLICE)
+        o_key, o_other = low + o_part, other_low + o_part
+        m_key = (o_key >= 0) & (o_key < count)
+        m_other = (o_other >= 0) & (o_other < other_count)
+        o_column = tl.where(m_other, other_column + o_other, o_key)
+        entries = tl.load(
+            p_mask[:, None] + o_column[None, :], mask=seen[:, None] & (m_key | m_other)[None, :],
+            other=0,
+        )  # fmt: skip
+        one = (o_part[:, None] == o_c[None, :]).to(KIND)
+        found = tl.dot(
+            (entries != 0).to(KIND), one, found, input_precision=PRECISION, out_dtype=KIND
+        )
+    return found > 0.5
 
 
 @triton.jit
@@ -141,8 +160,8 @@ def hide(
     if WINDOWED:
         m_seen = m_seen & (o_c > (o_own - base - window)[:, None])
     if MASKED:
-        o_column = low + tl.arange(0, b_s.shape[1])
-        m_seen = m_seen & shown(p_mask, seen, o_column, o_column < count, dtype, PRECISION)
+        places = (low, count, 0, 0, 0)
+        m_seen = m_seen & shown(p_mask, seen, places, b_s.shape[1], dtype, PRECISION)
     return tl.where(m_seen, b_s, NOTHING)
 
 
@@ -173,11 +192,11 @@ def hide_both(
 ):  # fmt: skip
     """The same for a tile that begins at position `low` and may have keys of both runs.
 
-    keys: which are of the prefix and which are new, their numbers in either run, all [BN], and the
-    column of the first new key in a custom mask, which covers "all" keys, the "new" ones or none.
+    keys: which are of the prefix and which are new, [BN], and where a custom mask, which covers
+    "all" keys, the "new" ones or none, has their entries, as for `shown`.
     """
     o_own, p_mask, seen = rows
-    m_old, m_new, o_old, o_new, new_column = keys
+    m_old, m_new, places = keys
     o_c = tl.arange(0, b_s.shape[1])
     m_key = m_old | m_new
     m_seen = m_key[None, :]
@@ -186,11 +205,7 @@ def hide_both(
     if CAUSAL and MASK == "":
         m_seen = m_seen & m_causal
     if MASK != "":
-        m_entry = m_key
-        if MASK == "new":
-            m_entry = m_new
-        o_column = tl.where(m_new, new_column.to(tl.int32) + o_new, o_old)
-        m_shown = shown(p_mask, seen, o_column, m_entry, dtype, PRECISION)
+        m_shown = shown(p_mask, seen, places, b_s.shape[1], dtype, PRECISION)
         if MASK == "new" and CAUSAL:
             m_shown = m_shown | (m_old[None, :] & m_causal)
         elif MASK == "new":
@@ -233,7 +248,10 @@ def sweep(
     dtype: tl.constexpr = b_q[0].dtype.element_ty if AGAIN else b_q[0].dtype
     # Copies that wait for an entry of a table take a stage more each, where loops are long enough.
     deep: tl.constexpr = FOUND != "run" and STAGES > 2 and not WINDOWED
-    for tile in tl.range(begin, end, num_stages=2 * STAGES - 1 if deep else STAGES):
+    # Addresses of a custom mask's entries are not worth registers over the loop.
+    for tile in tl.range(
+        begin, end, num_stages=2 * STAGES - 1 if deep else STAGES, disable_licm=MASKED and BN > 32
+    ):
         low = tile * BN - origin
         o_key = low + tl.arange(0, BN)
         m_key = o_key < count
@@ -469,7 +487,10 @@ def sweep_both(
         b_s = score(b_q, b_k, inner, FORM, PRECISION)
         is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
         is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
-        keys = (m_old, m_new, o_old, o_new, new_column)
+        old_count = 0 if MASK == "new" else old_run[1]
+        new_low = low - new_run[0]
+        entries = (low - old_run[0], old_count, new_low, new_run[1], new_column.to(tl.int32))
+        keys = (m_old, m_new, entries)
         if not is_clear:
             b_s = hide_both(b_s, rows, low, keys, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
         acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741

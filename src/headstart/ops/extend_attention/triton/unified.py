@@ -144,10 +144,10 @@ def sweep_whole(
     FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Absorb tiles that lie whole in one run of keys, in either way: both give the same bits."""
-    if DESCRIBED and (LATE or FOUND == "pages") and not (WINDOWED or MASKED):
+    if DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (WINDOWED or MASKED):
         acc, m, l = sweep_late(  # noqa: E741
             acc, m, l, b_q, rows, run, span, store, places, tiles, numbers, FOUND, PAGE,
             CAUSAL, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
@@ -156,7 +156,7 @@ def sweep_whole(
         acc, m, l = sweep(  # noqa: E741
             acc, m, l, b_q, rows, run, span, store, (places, places, places), tiles, numbers,
             FOUND, PAGE, DESCRIBED, CAUSAL, WINDOWED, MASKED, False,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER == "ahead",
         )  # fmt: skip
     return acc, m, l
 
@@ -169,7 +169,7 @@ def reduce(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     PACK: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """The state of tiles [begin, end) = `limits`, taken from left to right.
 
@@ -242,7 +242,7 @@ def reduce(
                         (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, 0), places,
                         (old_tiles[0], old_tiles[1], key_head * old_k_head, key_head * old_v_head),
                         numbers, FOUND, PAGE, CACHE_DESCRIBED, old_causal, WINDOWED, MASK == "all",
-                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
             if NEW == "packed":  # noqa: SIM102
                 if side == 1:
@@ -252,7 +252,7 @@ def reduce(
                         (new_k, new_v, new_k_strides, new_v_strides, 1, row, 0), row,
                         (new_tiles[0], new_tiles[1], key_head * new_k_head, key_head * new_v_head),
                         numbers, "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "",
-                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
     if b_v_scale is not None:
         acc = acc * b_v_scale
@@ -267,14 +267,14 @@ def taken(
 ):  # fmt: skip
     """What piece of work i is: (sequence, first token, length, piece, scratch row), key head, rows.
 
-    rows: (packed row, token in the tile, head, whether it is one), all [BM].
+    rows: as of `rows_of`, with heads of all groups.
     """
     n, row, length, first, piece, scratch = tile_of(
         i // HEADS, sequences, tiles, listed, total, BT
     )  # fmt: skip
     key_head, group_head = head_of(i % HEADS, GROUP, PACK)
-    o_t, o_row, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
-    rows = (o_row, o_t, o_h + key_head * GROUP, m_row)
+    first_row, o_t, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
+    rows = (first_row, o_t, o_h + key_head * GROUP, m_row)
     return (n, first, length, piece, scratch), key_head, rows
 
 
@@ -297,7 +297,7 @@ def unified_kernel(
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """One tile and block of heads after another, `work` over all programs; one under a window.
 
@@ -316,7 +316,7 @@ def unified_kernel(
                 )
                 n, first, length, piece, _ = what
                 if first < length:
-                    b_q = read_queries(q, rows[0], rows[2], rows[3], q_token, q_head, D, BD)
+                    b_q = read_queries(q, rows, q_token, q_head, D, BD)
                     b_v_scale, numbers = None, (window, inner, factor)
                     if WIDE:
                         b_q = b_q.to(tl.float32)
@@ -350,7 +350,7 @@ def unified_kernel(
                             b_q, (lower // BN, tl.cdiv(upper, BN)), runs, whose, stores, key_tiles,
                             places, custom_mask, numbers, b_v_scale,
                             FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
-                            PACK, BT, BM, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                            PACK, BT, BM, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
                         )  # fmt: skip
                     else:
                         first_block, end_block = lower // BLOCK, tl.cdiv(upper, BLOCK)
@@ -372,7 +372,7 @@ def unified_kernel(
                                 b_q, (begin, end), runs, whose, stores, key_tiles,
                                 places, custom_mask, numbers, b_v_scale, FOUND, PAGE, NEW,
                                 DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK, PACK, BT, BM,
-                                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, LATE,
+                                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
                             )  # fmt: skip
                             if block != first_block:
                                 acc, m, l = join_parked(place, acc, m, l)  # noqa: E741
