@@ -72,28 +72,47 @@ def eight(x):
 
 
 @gluon.jit
-def sum_of_halves(x, BC: gl.constexpr):
-    """Sums of the two half blocks of each block of x [8, BC], for both."""
+def of_other_half(x, BC: gl.constexpr):
+    """x [8, BC] of half blocks, of the other half of each block."""
     halves = x.reshape([4, 2, BC])
     HALVES: gl.constexpr = halves.type.layout
     ROWS: gl.constexpr = x.type.layout
-    sums = gl.expand_dims(gl.sum(halves, 1), 1)
-    sums = sums + gl.zeros([4, 2, BC], gl.float32, HALVES)
-    return gl.convert_layout(sums.reshape([8, BC]), ROWS)
+    own = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
+    _, other = gl.broadcast(halves, own ^ 1)
+    return gl.convert_layout(gl.gather(halves, other, 1).reshape([8, BC]), ROWS)
+
+
+@gluon.constexpr_function
+def crossed(n, BC):
+    """Sixteen tiles [16, BC] in memory, numbered so that the first four are those `met` returns.
+
+    Within a tile eights of a row lie as in SwizzledSharedLayout(8, 1, 8).
+    """
+    eights = [[0, 0, 8 * 2**bit] for bit in range((BC // 8).bit_length() - 1)]
+    rows = [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0]]
+    # The numbers, to be combined by xor, of the tiles 1, 2, 4 and 8 after the first.
+    numbers = {1: [4, 2, 1, 8], 2: [1, 8, 4, 2], 3: [1, 8, 4, 7]}[n]
+    tiles = [[number, 0, 0] for number in numbers]
+    return gl.SharedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0, 4]] + eights + rows + tiles)
 
 
 @gluon.jit
-def blocks_from(space, first: gl.constexpr):
-    """Four blocks of 16 rows of space [blocks, 1, 16, K], `first` and those after it."""
-    K: gl.constexpr = space.shape[3]
-    return reinterpret(space.index(first), space.dtype, [4, 16, K], space.layout)
+def met(space, n: gl.constexpr):
+    """[4, BC, 16] of space [4, 4, 16, BC]: for each block b, block b ^ n of the n-th four.
+
+    Where b ^ n is after b it is another block. So each block meets all before it once, by n of 1,
+    2 and 3. (b - n would do too, but no layout says that.)
+    """
+    BC: gl.constexpr = space.shape[3]
+    tiles = reinterpret(space, space.dtype, [16, 16, BC], crossed(n, BC))
+    return tiles.permute((0, 2, 1)).slice(0, 4)
 
 
 @gluon.jit
 def with_columns(A, P, keys, queries, columns):
-    """A + k c^T and P + q c^T of four blocks of 16 rows; columns [4, 16, BC] in shared memory."""
+    """A + k c and P + q c of four blocks of 16 rows; columns [4, BC, 16] in shared memory."""
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, A.type.layout, 2)
-    right = columns.permute((0, 2, 1)).load(RIGHT)
+    right = columns.load(RIGHT)
     return mma_v2(keys, right, A), mma_v2(queries, right, P)
 
 
@@ -102,7 +121,8 @@ def products_within(k_tile, q_tile, BLOCK: gl.constexpr):
     """k k^T and q k^T of four blocks of 16 rows in shared memory."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BLOCK, 2)
     nothing = gl.zeros([4, 16, 16], gl.float32, BLOCK)
-    return with_columns(nothing, nothing, k_tile.load(LEFT), q_tile.load(LEFT), k_tile)
+    columns = k_tile.permute((0, 2, 1))
+    return with_columns(nothing, nothing, k_tile.load(LEFT), q_tile.load(LEFT), columns)
 
 
 @gluon.jit
@@ -273,20 +293,20 @@ def out_of_the_ordinary(
     for c in range(0, K, BC):
         kk, qq, d = rows_of(given, c, H, HV, K, BC, GATE, HAS_G, HAS_BIAS, NORMALISE, CACHED, False)
         dtype: gl.constexpr = kk[0].dtype
-        total = gl.zeros_like(d[0])
-        for r in gl.static_range(8):
+        total = d[0]
+        for r in gl.static_range(1, 8):
             total = total + d[r]
-        running = gl.where(late, sum_of_halves(gl.where(late, 0.0, total), BC), 0.0)
+        running = gl.where(late, of_other_half(total, BC), 0.0)
         near = gl.zeros_like(d[0])
         for r in gl.static_range(8):
             running = running + d[r]
             near = near + gl.where(running >= -REACH, 1.0, 0.0)
             bad = (d[r] != d[r]) | (kk[r].to(gl.float32) * 0.0 != 0.0)
             first = gl.minimum(first, gl.min(gl.min(gl.where(bad, half[:, None] + r, 64), 1), 0))
-        near = sum_of_halves(near, BC)
+        near += of_other_half(near, BC)
         least = gl.minimum(least, gl.min(near, 1))
-        k_tile = blocks_from(space, 0)
-        q_tile = blocks_from(space, 4)
+        k_tile = space.index(0)
+        q_tile = space.index(1)
         k_tile.store(tile_of(kk, BC))
         q_tile.store(tile_of(qq, BC))
         more_A, more_P = products_within(k_tile, q_tile, BLOCK)
@@ -310,7 +330,7 @@ def out_of_the_ordinary(
 def columns_of(d0, d1, d2, d3, FLAT: gl.constexpr):
     """Three columns [64, 16] of blocks of a square whose blocks are those of d0 to d3.
 
-    d1 [4, 16, 16] is one block left of the diagonal's d0, and so on. What is above the diagonal is
+    Block b of dn [4, 16, 16] is in column b ^ n of blocks; where that is above the diagonal it is
     whatever it is.
     """
     d0 = gl.convert_layout(d0.reshape([64, 16]), FLAT)
@@ -319,7 +339,7 @@ def columns_of(d0, d1, d2, d3, FLAT: gl.constexpr):
     d3 = gl.convert_layout(d3.reshape([64, 16]), FLAT)
     own = (gl.arange(0, 64, layout=gl.SliceLayout(1, FLAT)) // 16)[:, None]
     c0 = gl.where(own == 0, d0, gl.where(own == 1, d1, gl.where(own == 2, d2, d3)))
-    c1 = gl.where(own == 1, d0, gl.where(own == 2, d1, d2))
+    c1 = gl.where(own == 1, d0, gl.where(own == 2, d3, d2))
     c2 = gl.where(own == 2, d0, d1)
     return c0, c1, c2, d0
 
@@ -413,10 +433,10 @@ def prepare_channels_kernel(
         tail_rows,
     )  # fmt: skip
     sums = gl.allocate_shared_memory(gl.float32, [8, BC], PLAIN)
-    own = gl.allocate_shared_memory(dtype, [8, 1, 16, BC], TILES)
-    k_tile = blocks_from(own, 0)
-    q_tile = blocks_from(own, 4)
-    space = gl.allocate_shared_memory(dtype, [16, 1, 16, BC], TILES)
+    own = gl.allocate_shared_memory(dtype, [2, 4, 16, BC], TILES)
+    k_tile = own.index(0)
+    q_tile = own.index(1)
+    space = gl.allocate_shared_memory(dtype, [4, 4, 16, BC], TILES)
     A0 = gl.zeros([4, 16, 16], gl.float32, BLOCK)
     A1 = A0
     A2 = A0
@@ -425,36 +445,31 @@ def prepare_channels_kernel(
     P1 = A0
     P2 = A0
     P3 = A0
+    strange = gl.zeros([8], gl.int32, BY_ROW)
     for c in range(0, K, BC):
         kk, qq, d = rows_of(given, c, H, HV, K, BC, GATE, HAS_G, HAS_BIAS, NORMALISE, CACHED, True)
         channel = c + gl.arange(0, BC, layout=BY_CHANNEL)
         square = half * (8 * K) + channel[None, :]
         # Sums of blocks, and whether anything is out of the ordinary.
-        nothing = gl.zeros([8, BC], gl.float32, ROWS)
-        total = nothing
-        for r in gl.static_range(8):
+        total = d[0]
+        for r in gl.static_range(1, 8):
             total = total + d[r]
-        early = sum_of_halves(gl.where(late, 0.0, total), BC)
-        last = sum_of_halves(gl.where(late, total, 0.0), BC)
-        total = early + last
-        strange = (total != total) | (total < -REACH)
-        unusual |= gl.max(gl.max(gl.where(strange, 1, 0), 1), 0)
+        other = of_other_half(total, BC)
+        total = total + other
+        strange |= gl.max(gl.where((total != total) | (total < -REACH), 1, 0), 1)
         reinterpret(sums, gl.float32, [8, BC], TABLE).store(total)
         s0 = sums.index(0).load(BY_CHANNEL)
         s1 = sums.index(2).load(BY_CHANNEL)
         s2 = sums.index(4).load(BY_CHANNEL)
         s3 = sums.index(6).load(BY_CHANNEL)
         gl.store(whole_decay + tile * K + channel, exp2((s0 + s1) + (s2 + s3)))
-        s0 = nothing + s0[None, :]
-        s1 = nothing + s1[None, :]
-        s2 = nothing + s2[None, :]
-        s3 = nothing + s3[None, :]
+        s0, s1, s2, s3 = s0[None, :], s1[None, :], s2[None, :], s3[None, :]
         since = gl.where(block == 1, s0, gl.where(block == 2, s0 + s1, s0 + s1 + s2))
         since = exp2(gl.where(block == 0, 0.0, since))
         until = gl.where(block == 2, s3, gl.where(block == 1, s2 + s3, s1 + s2 + s3))
         until = exp2(gl.where(block == 3, 0.0, until))
 
-        running = gl.where(late, early, 0.0)
+        running = gl.where(late, other, 0.0)
         keys_to = ()
         queries_to = ()
         for r in gl.static_range(8):
@@ -469,37 +484,39 @@ def prepare_channels_kernel(
             gl.store(q_tiles + begins + r * K + square, (query * e).to(dtype))
         k_tile.store(tile_of(keys_to, BC))
         q_tile.store(tile_of(queries_to, BC))
-        running = gl.where(late, 0.0 - early, 0.0) - SHIFT
+        running = gl.where(late, 0.0 - other, 0.0) - SHIFT
         downward = ()
         for r in gl.static_range(8):
             running = running - d[r]
             downward = downward + (exp2(running),)
-        blocks_from(space, 0).store(decayed(kk, downward, dtype, BC))
-        running = gl.where(late, 0.0, last)
+        space.index(0).store(decayed(kk, downward, dtype, BC))
+        running = gl.where(late, 0.0, other)
         left = ()
         for r in gl.static_range(8):
             left = (kk[7 - r].to(gl.float32) * exp2(running),) + left
             running = running + d[7 - r]
         for r in gl.static_range(8):
             gl.store(k_tiles + begins + r * K + square, (left[r] * until).to(dtype))
-        # What rows of a block are to the next block, to the one after it, and to the last.
-        one = nothing + 1.0
+        # What rows of a block are to the one that meets it: the next, the one after it, the last.
+        one = gl.full([8, BC], 1.0, gl.float32, ROWS)
         next_but_one = exp2(gl.where(block == 0, s1, s2))
-        blocks_from(space, 4).store(decayed(left, eight(one), dtype, BC))
-        blocks_from(space, 8).store(decayed(left, eight(next_but_one), dtype, BC))
-        blocks_from(space, 12).store(decayed(left, eight(exp2(s1 + s2)), dtype, BC))
+        last_or_next = exp2(gl.where(block == 0, s1 + s2, 0.0))
+        space.index(1).store(decayed(left, eight(one), dtype, BC))
+        space.index(2).store(decayed(left, eight(next_but_one), dtype, BC))
+        space.index(3).store(decayed(left, eight(last_or_next), dtype, BC))
         those_keys = k_tile.load(LEFT)
         those_queries = q_tile.load(LEFT)
-        # Block b meets itself, and the one, two and three before it.
-        A0, P0 = with_columns(A0, P0, those_keys, those_queries, blocks_from(space, 0))
-        A1, P1 = with_columns(A1, P1, those_keys, those_queries, blocks_from(space, 3))
-        A2, P2 = with_columns(A2, P2, those_keys, those_queries, blocks_from(space, 6))
-        A3, P3 = with_columns(A3, P3, those_keys, those_queries, blocks_from(space, 9))
+        # Block b meets itself, and those before it in the order of b ^ 1, b ^ 2 and b ^ 3.
+        itself = space.index(0).permute((0, 2, 1))
+        A0, P0 = with_columns(A0, P0, those_keys, those_queries, itself)
+        A1, P1 = with_columns(A1, P1, those_keys, those_queries, met(space, 1))
+        A2, P2 = with_columns(A2, P2, those_keys, those_queries, met(space, 2))
+        A3, P3 = with_columns(A3, P3, those_keys, those_queries, met(space, 3))
     # All is as it should be where the squares of keys are finite and rows did not reach too far.
     ri = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCK)))[None, :, None]
     rj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCK)))[None, None, :]
     squares = gl.sum(gl.where(ri == rj, A0, 0.0), 2)
-    unusual |= gl.max(gl.max(gl.where(squares * 0.0 != 0.0, 1, 0), 1), 0)
+    unusual |= gl.max(gl.max(gl.where(squares * 0.0 != 0.0, 1, 0), 1), 0) | gl.max(strange, 0)
     b3 = gl.convert_layout(b.reshape([4, 16]), gl.SliceLayout(2, BLOCK))
     if unusual > 0:
         A0, P0, first = out_of_the_ordinary(
@@ -515,9 +532,9 @@ def prepare_channels_kernel(
         A2 = gl.where(clean_i, A2, 0.0)
         A3 = gl.where(clean_i, A3, 0.0)
         P0 = gl.where(rb + rj < first, P0, 0.0)
-        P1 = gl.where(rb + rj < first + 16, P1, 0.0)
-        P2 = gl.where(rb + rj < first + 32, P2, 0.0)
-        P3 = gl.where(rb + rj < first + 48, P3, 0.0)
+        P1 = gl.where((rb ^ 16) + rj < first, P1, 0.0)
+        P2 = gl.where((rb ^ 32) + rj < first, P2, 0.0)
+        P3 = gl.where((rb ^ 48) + rj < first, P3, 0.0)
         b3 = gl.where(b3 * 0.0 == 0.0, b3, 0.0)
     wild = gl.max(gl.max(gl.where(squares * b3 <= TAME, 0, 1), 1), 0)
     by = b3[:, :, None]
