@@ -1,5 +1,6 @@
 """What holds for the repository as a whole."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -76,3 +77,26 @@ def test_every_kernel_is_launched_where_launches_are_recorded():
         if ROOT / "src" in path.parents and path.suffix == ".py" and direct.search(path.read_text())
     ]
     assert found == ["src/headstart/runtime/launcher.py"]
+
+
+MAKERS = re.compile(
+    r"arange|as_tensor|empty(_strided)?|eye|full|linspace|ones|rand(int|n|perm)?|(scalar_)?tensor"
+    r"|zeros"
+)
+
+
+def test_no_tensor_is_made_where_a_process_happens_to_make_its_own():
+    """Without a device, a tensor follows `torch.set_default_device`."""
+    found = []
+    for folder in ("ops", "runtime", "integrations"):
+        for path in sorted((ROOT / "src/headstart" / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and MAKERS.fullmatch(node.func.attr)
+                    and ast.unparse(node.func.value) == "torch"
+                    and not any(one.arg == "device" for one in node.keywords)
+                ):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found

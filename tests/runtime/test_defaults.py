@@ -7,6 +7,8 @@ import torch
 
 import headstart
 from headstart import DeltaCache, ExtendPlan, Gate, KVCache, Schedule
+from headstart.ops.extend_attention.tile_table import Cut, key_positions, tile_table
+from headstart.runtime.launcher import device_ints
 
 T, H, HV, K, V = 130, 1, 2, 16, 12
 
@@ -43,7 +45,11 @@ def rule():
         cache = DeltaCache(1, H=H, HV=HV, K=K, V=V, dtype=torch.float32, device="cpu")
         step = Schedule([T], device="cpu")
         yield headstart.gated_delta_rule(*x, gate=raw, schedule=step, state=cache.at([0])).o
+        rest = Schedule([5], start_positions=[T], device="cpu")
+        more = [part[:5] for part in x]
+        yield headstart.gated_delta_rule(*more, gate=raw, schedule=rest, state=cache.at([0])).o
         yield headstart.gated_delta_rule(*x, gate=raw, return_state=True).state
+        yield headstart.gated_delta_rule(*x[:3], None, None, implementation="reference").o
         yield headstart.gated_delta_rule(*x[:3], None, None, schedule=[T - 3, 3]).o
         yield headstart.recurrent_gated_delta_rule(*x[:3], None, None).o
         yield from headstart.chunk_map(k, x[2], None, None, schedule=[9, T - 9])
@@ -91,8 +97,33 @@ def layer():
     return call
 
 
+def tables():
+    """What kernels read beside rows: made on the host, and copied."""
+    k, v = rows(2, 2, 16), rows(2, 2, 16)
+
+    def call():
+        step = Schedule([T - 3, 3], device="cpu", capacity=(2, T, 0))
+        yield torch.zeros_like(step.handle)
+        lengths = step.on_device(lambda own: own.lengths)
+        yield lengths.clone()
+        step.update_([3, T - 3])
+        yield lengths
+        for capacity in (None, (4, 500, 400)):
+            plan = ExtendPlan.from_lengths([70, 1], [0, 300], device="cpu", capacity=capacity)
+            cut = Cut("all", False, tokens=64, piece=256, absolute=False)
+            table = tile_table(plan, cut)
+            yield from (table.sequences, table.tiles, table.joins)
+            yield key_positions(plan)
+        yield device_ints([3, -1], torch.device("cpu"))
+        cache = KVCache(torch.zeros_like(k), torch.zeros_like(v))
+        headstart.write_kv(k, v, cache, [1, -1])
+        yield cache.k
+
+    return call
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("made", [rule, attention, layer])
+@pytest.mark.parametrize("made", [rule, attention, layer, tables])
 def test_settings_of_the_process_change_no_bit(made, setting):
     call = made()
     wanted = list(call())

@@ -53,7 +53,7 @@ class Handled:
         number = next(_numbers)
         # A plain tensor even when made under inference mode: a graph may outlive it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            self.handle = torch.scalar_tensor(number, dtype=torch.int64)
+            self.handle = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
         _living[number] = self
 
     def __copy__(self) -> Self:

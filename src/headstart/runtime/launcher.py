@@ -259,7 +259,7 @@ def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> t
     if isinstance(values, HostInts):
         return values.on_device(device)
     if not isinstance(values, torch.Tensor):
-        values = torch.tensor([int(value) for value in values], dtype=torch.int32)
+        values = torch.tensor([int(x) for x in values], dtype=torch.int32, device="cpu")
     if values.dtype == torch.bool:
         values = values.view(torch.uint8)
     if values.device == device:

@@ -271,6 +271,21 @@ def test_crops_within_the_tail_are_right_or_refused(family, kind, crops):
     assert difference(_logits(served, more, cache), wanted) < NEAR
 
 
+def test_a_default_device_of_the_process_changes_nothing(family):
+    _, served = pair(family)
+    ids, rows = tokens(2, 150), torch.tensor([1, 0])
+
+    def served_in_steps():
+        cache = HybridCache(served, snapshot_every=64)
+        _logits(served, ids[:, :100], cache)
+        cache.batch_select_indices(rows)
+        return _logits(served, ids[:, 100:], cache)
+
+    wanted = served_in_steps()
+    with torch.device("meta"):
+        assert torch.equal(served_in_steps(), wanted)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "hybrid"])
 def test_sequences_are_selected_and_repeated(family, kind):
     own, served = pair(family)

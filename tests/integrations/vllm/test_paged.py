@@ -95,3 +95,15 @@ def test_calls_are_counted_by_layer_kind():
         ("some_attention", "write_kv", "torch"): 2,
         ("some_attention", "extend_attention", "torch"): 2,
     }
+
+
+def test_a_default_device_of_the_process_changes_no_step():
+    table = torch.tensor([[5, 1], [2, 6]], dtype=torch.int32)
+    start, seen = torch.tensor([0, 3, 4]), torch.tensor([3, 17])
+    with torch.device("meta"):
+        steps = (
+            paged.PagedStep.of(start, seen, table, PAGE),
+            paged.PagedStep.of([0, 3, 4], [3, 17], table, PAGE),
+        )
+    for step in steps:
+        assert (step.plan.lengths, step.plan.prefix) == ([3, 1], [0, 16])

@@ -84,6 +84,21 @@ def test_chunks_decodes_and_fresh_sequences_share_a_step():
     assert core.states[others].isnan().all()
 
 
+def test_a_default_device_of_the_process_changes_no_step():
+    slots = torch.tensor([[7, 2, 5, 3], [1, 8, 9, 10]], dtype=torch.int32)
+    accepted = torch.tensor([1, 2])
+
+    def steps():
+        plain = PlainStep.of([1, 5], [3, 0], 1, slots[:, 0])
+        drafts = DraftStep.of([2, 3], slots, accepted)
+        return plain.present, *(x for turn in drafts.turns for x in turn[:4])
+
+    wanted = steps()
+    with torch.device("meta"):
+        found = steps()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("accepting", [[1, 1, 1], [4, 4, 4], [2, 4, 1], [3, 1, 2]])
 def test_drafts_go_on_from_the_last_token_accepted(accepting):
     core = make_core(DRAFTS)

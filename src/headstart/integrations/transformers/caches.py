@@ -169,7 +169,7 @@ class HybridCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences, in this order."""
-        self._select(torch.arange(self._batch)[indices.cpu()].tolist())
+        self._select(torch.arange(self._batch, device="cpu")[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence; pages are shared."""

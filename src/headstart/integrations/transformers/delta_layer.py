@@ -176,7 +176,7 @@ class DeltaLayer(LinearAttentionCacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences, in this order."""
-        self.select(torch.arange(len(self.lengths))[indices.cpu()].tolist())
+        self.select(torch.arange(len(self.lengths), device="cpu")[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""

@@ -124,10 +124,10 @@ class Pages:
             pages += self.pool.take(max(-(-end // PAGE) - len(pages), 0))
         columns = max(len(pages) for pages in self.table)
         rows = [pages + [0] * (columns - len(pages)) for pages in self.table]
-        table = torch.tensor(rows, dtype=torch.int64)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         slots = []
         for pages, start, end in zip(table, forward.starts, forward.ends, strict=True):
-            tokens = torch.arange(start, end)
+            tokens = torch.arange(start, end, device="cpu")
             slots.append(pages[tokens // PAGE] * PAGE + tokens % PAGE)
         device = forward.device
         self.slots = torch.cat(slots).to(device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from headstart import ExtendPlan, KVCache
 from headstart.integrations.vllm.counting import STATISTICS, call
+from headstart.runtime.checks import host_ints
 
 Ints = Sequence[int] | torch.Tensor
 
@@ -52,8 +54,8 @@ class PagedStep:
         >>> step.plan.lengths, step.plan.prefix
         ([3, 1], [0, 16])
         """
-        starts = torch.as_tensor(query_start)
-        lengths = torch.diff(starts)
+        starts = host_ints("query_start", query_start)
+        lengths = [end - start for start, end in pairwise(starts)]
         plan = ExtendPlan.from_pages(
             lengths, seq_lens, block_table[: len(lengths)], page_size, new_in_cache=True
         )

@@ -46,7 +46,7 @@ class PlainStep:
         present = [True] * singles + [start > 0 for start in starts[singles:]]
         return cls(
             slots,
-            torch.tensor(present, dtype=torch.bool).to(device, non_blocking=True),
+            torch.tensor(present, dtype=torch.bool, device="cpu").to(device, non_blocking=True),
             Schedule(lengths, device=device),
             Schedule(lengths[:singles], start_positions=starts[:singles], device=device),
             Schedule(lengths[singles:], start_positions=starts[singles:], device=device),
@@ -119,8 +119,9 @@ class DraftStep:
         read, turns = slots.gather(1, since)[:, 0], []
         for t in range(max(lengths, default=0)):
             live = [n for n, length in enumerate(lengths) if length > t]
-            own = torch.tensor(live).to(device, non_blocking=True)
-            at = torch.tensor([offsets[n] + t for n in live]).to(device, non_blocking=True)
+            own = torch.tensor(live, device="cpu").to(device, non_blocking=True)
+            at = torch.tensor([offsets[n] + t for n in live], device="cpu")
+            at = at.to(device, non_blocking=True)
             one = Schedule([1] * len(live), device=device)
             turns.append(Turn(at, first[own], read[own], slots[own, t], one))
             read = slots[:, t]

@@ -87,7 +87,7 @@ def tile_table(plan: ExtendPlan, cut: Cut) -> TileTable:
 
 def key_positions(plan: ExtendPlan) -> torch.Tensor:
     """Positions of all prefix keys, int32, as `ExtendPlan.on_device` wants them."""
-    found = torch.tensor(plan.key_positions or [], dtype=torch.int32)
+    found = torch.tensor(plan.key_positions or [], dtype=torch.int32, device="cpu")
     return _filled(found, 0 if plan.capacity is None else plan.capacity[2], 0)
 
 
@@ -124,7 +124,7 @@ def _sequence_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
             _place(plan, n), prefix, mask, columns, column, plan.prefix_offsets[n],
         ])  # fmt: skip
         mask += length * columns
-    found = torch.tensor(rows, dtype=torch.int64)
+    found = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return _filled(found, 0 if plan.capacity is None else 1 + plan.capacity[0], 0)
 
 
@@ -170,14 +170,14 @@ def _cut_tiles(plan: ExtendPlan, cut: Cut) -> list[_CutTile]:
 
 def _whole_tiles(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
     """Sequence and first row of every tile but those cut as alone in theirs, heavy ones first."""
-    lengths = torch.tensor(plan.lengths, dtype=torch.int64)
+    lengths = torch.tensor(plan.lengths, dtype=torch.int64, device="cpu")
     counts = (lengths + cut.tokens - 1) // cut.tokens
     whole = [not _alone(plan, cut, n) for n in range(plan.N)]
-    counts = counts * torch.tensor(whole, dtype=torch.int64)
-    n = torch.repeat_interleave(torch.arange(plan.N), counts)
+    counts = counts * torch.tensor(whole, dtype=torch.int64, device="cpu")
+    n = torch.repeat_interleave(torch.arange(plan.N, device="cpu"), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    first = (torch.arange(len(n)) - before) * cut.tokens
-    keys = torch.tensor(plan.prefix, dtype=torch.int64)[n] + first
+    first = (torch.arange(len(n), device="cpu") - before) * cut.tokens
+    keys = torch.tensor(plan.prefix, dtype=torch.int64, device="cpu")[n] + first
     order = keys.argsort(descending=True, stable=True)
     return torch.stack([n[order], first[order]], dim=1)
 
@@ -196,9 +196,9 @@ def _tile_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
             listed.append([tile.n, tile.first, piece, row])
             row += tile.rows
     ends = sum(len(tile.pieces) for tile in lone)
-    cut_table = torch.tensor(listed, dtype=torch.int64).view(-1, TILE_COLUMNS)
-    uncut = torch.full((len(whole), 1), -1), torch.zeros(len(whole), 1, dtype=torch.int64)
-    whole_table = torch.cat([whole, *uncut], dim=1)
+    cut_table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, TILE_COLUMNS)
+    uncut = torch.tensor([-1, 0], device="cpu").expand(len(whole), 2)  # no piece, no scratch
+    whole_table = torch.cat([whole, uncut], dim=1)
     found = torch.cat([cut_table[:ends], whole_table, cut_table[ends:]]).to(torch.int32)
     most = 0
     if plan.capacity is not None:
@@ -213,7 +213,7 @@ def _join_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
         pieces = len(tile.pieces)
         rows += [[row + t, scratch + t, pieces, tile.rows] for t in range(tile.rows)]
         scratch += pieces * tile.rows
-    found = torch.tensor(rows, dtype=torch.int32).view(-1, JOIN_COLUMNS)
+    found = torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, JOIN_COLUMNS)
     most = 0
     if plan.capacity is not None and cut.piece:
         most = min(plan.capacity[1], plan.capacity[0] * cut.tokens)

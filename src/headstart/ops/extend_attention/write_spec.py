@@ -65,7 +65,7 @@ def bind(
         listed = host_ints("slots", slots)
         if len(listed) != T:
             raise ValueError(f"slots: expected one for each of {T} tokens, got {len(listed)}")
-        host = torch.tensor(listed, dtype=torch.int64)
+        host = torch.tensor(listed, dtype=torch.int64, device="cpu")
         _expect_slots(host, cache.slots)
         slots = host.to(cache.device)
     return WriteCall(k, v, cache, slots)

@@ -38,7 +38,7 @@ def run(call: GatedDeltaCall) -> GatedDelta:
 def _sequence(call: GatedDeltaCall, step: SequenceStep, stores: Stores, wide: torch.dtype) -> None:
     _, HV, K, V = call.sizes
     heads = slice(0, HV)
-    state = torch.zeros(HV, K, V, dtype=wide)
+    state = torch.zeros(HV, K, V, dtype=wide, device=call.device)
     if (old := stores.read(step, heads)) is not None:
         state.copy_(old)  # contiguous whatever the old strides: sums keep their order
     _reached(step, stores, step.base, state)
@@ -82,14 +82,15 @@ def _new_row(call: GatedDeltaCall, row: int, wide: torch.dtype) -> tuple[torch.T
         k = k.to(call.k.dtype).to(wide)
     q, k = (x.repeat_interleave(HV // H, 0) for x in (q, k))
     if call.g is None:
-        decay = torch.zeros(HV, *([K] if call.per_channel else []), dtype=wide)
+        channels = [K] if call.per_channel else []
+        decay = torch.zeros(HV, *channels, dtype=wide, device=call.device)
     else:
         a_log = call.gate.a_log
         if a_log is not None and call.per_channel:
             a_log = a_log[:, None]
         decay = call.gate.decay(call.g[row].to(wide), a_log)
     if call.beta is None:
-        beta = torch.ones(HV, dtype=wide)
+        beta = torch.ones(HV, dtype=wide, device=call.device)
     else:
         beta = call.gate.strength(call.beta[row].to(wide))
     return q, k, v, decay, beta

@@ -169,7 +169,8 @@ class Schedule(Handled):
             self.found.clear()
         for build, tensor in self._on_device.items():
             # Pageable memory: staged before the call returns, so the source may go.
-            tensor.copy_(torch.tensor(build(self), dtype=tensor.dtype), non_blocking=True)
+            values = torch.tensor(build(self), dtype=tensor.dtype, device="cpu")
+            tensor.copy_(values, non_blocking=True)
         return self
 
     @property
@@ -274,7 +275,7 @@ class Schedule(Handled):
         if build not in self._on_device:
             # A plain tensor even when made under inference mode: the schedule outlives it.
             with torch.inference_mode(False):
-                values = torch.tensor(build(self), dtype=torch.int32)
+                values = torch.tensor(build(self), dtype=torch.int32, device="cpu")
                 self._on_device[build] = values.to(self.device, non_blocking=True)
         if (record := current_record()) is not None:
             record.tables[build] = self._on_device[build]

@@ -103,7 +103,7 @@ def _held(call: GatedDeltaCall) -> list[tuple[int, int] | None]:
     """P and the end of the tail of each sequence's slot; None where its heads do not agree."""
     assert isinstance(call.state, CacheSlots)
     tensors = call.state.cache.tensors
-    slots = torch.tensor(call.read_slots or [], dtype=torch.long).clamp(min=0)
+    slots = torch.tensor(call.read_slots or [], dtype=torch.long, device="cpu").clamp(min=0)
     stands = torch.stack((tensors["position"][slots], tensors["end"][slots]), 1).cpu()  # [N, 2, HV]
     agree = (stands == stands[..., :1]).all(-1).all(-1).tolist()
     return [
