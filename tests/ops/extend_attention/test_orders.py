@@ -74,15 +74,19 @@ def test_rows_that_are_read_in_parts(D, DV, options, layout):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="no GPU but AMD's RDNA reads queries again")
+@pytest.mark.parametrize("layout", ["rows", "pages"])
+@pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize(
     ("D", "options"), [(512, {}), (100, {"window": 50}), (100, {"softcap": 4.0})]
 )
-def test_queries_that_are_read_again(D, options):
+def test_queries_that_are_read_again(D, options, reproducible, layout):
     from headstart.ops.extend_attention.triton.config import Columns, columns
 
     assert columns(512, HALF, "hip:gfx1151") == Columns(64, 8, again=True)
-    batch = draw([24, 5], [100, 32], 4, 2, D, 64, dtype=HALF, seed=2)
+    sizes = ([24], [100]) if layout == "pages" else ([24, 5], [100, 32])
+    batch = draw(*sizes, 4, 2, D, 64, dtype=HALF, seed=2)
+    arguments = in_pages(batch, 100) if layout == "pages" else batch.arguments()
     read = Columns(64, -(-D // 64), again=True)
     with patched("columns", read), patched("reads_descriptors", False):
-        found = run((64, 32, 64), batch.arguments(), **options)
+        found = run((64, 32, 64), arguments, reproducible=reproducible, **options)
     expect_close(found, expected(batch, **options), 2 * ROUNDING[HALF])

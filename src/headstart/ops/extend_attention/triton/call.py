@@ -133,15 +133,12 @@ def multiplied_in(call: ExtendCall) -> torch.dtype:
 
 
 def columns_of(call: ExtendCall) -> Columns:
-    """How queries and keys are read.
-
-    As one tile by the reproducible kernel, and where cached keys have another dtype than queries.
-    """
+    """How queries and keys are read; as one tile where cached keys have another dtype."""
     cache = call.cache
-    converted = _reads_cache(call) and cache is not None and cache.k.dtype != call.q.dtype
-    if call.reproducible or converted:
+    if _reads_cache(call) and cache is not None and cache.k.dtype != call.q.dtype:
         return Columns(padded(call.D))
-    return columns(call.D, call.q.dtype, target_of(call.device).name)
+    target = target_of(call.device).name
+    return columns(call.D, call.q.dtype, target, reproducible=call.reproducible)
 
 
 def layout(call: ExtendCall, config: Config, rows: int) -> Layout:

@@ -114,7 +114,7 @@ REPRODUCIBLE = {
         128: Config(64, 64, 1, 8),
         512: Config(32, 16, 1, 4),
     },
-    "rdna": {64: Config(32, 32, 1, 8), 128: Config(32, 16, 1, 8)},
+    "rdna": {64: Config(32, 32, 1, 8), 256: Config(32, 32, 1, 8), 512: Config(32, 16, 1, 8)},
 }
 """The reproducible kernel without a window, where it differs.
 
@@ -128,7 +128,8 @@ REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
         64: Config(64, 32, 2, 4, registers=80),
         128: Config(64, 32, 3, 4),
         256: Config(64, 32, 2, 4),
-    }
+    },
+    "rdna": REPRODUCIBLE["rdna"],
 }
 """The same under a window."""
 
@@ -199,22 +200,22 @@ class Columns:
         return self.size * self.parts
 
 
-def columns(D: int, dtype: torch.dtype, target: str) -> Columns:
-    """How the default kernel reads D channels: 192 as 3 x 64, not as 256 of which many are zeros.
+def columns(D: int, dtype: torch.dtype, target: str, *, reproducible: bool = False) -> Columns:
+    """How D channels are read: 192 by the default kernel as 3 x 64, not as 256 with many zeros.
 
     On AMD's RDNA every warp takes whole rows of queries; those that registers cannot hold are read
-    again and again.
+    again and again. The reproducible kernel, which looks for keys in two tensors, holds none.
 
     >>> columns(80, torch.float16, "cuda:90").size, columns(192, torch.float16, "cuda:90").parts
     (128, 3)
     >>> columns(512, torch.float16, "hip:gfx1151").again
     True
     """
-    row_bytes = D * dtype.itemsize
-    if kind_of(target) == "rdna" and row_bytes > (256 if dtype == torch.float32 else 512):
+    most = 0 if reproducible else 256 if dtype == torch.float32 else 512
+    if kind_of(target) == "rdna" and D * dtype.itemsize > most:
         return Columns(64, padded(D) // 64, again=True)
     part = D & -D
-    return Columns(part, D // part) if part >= 64 else Columns(padded(D))
+    return Columns(part, D // part) if part >= 64 and not reproducible else Columns(padded(D))
 
 
 def order(

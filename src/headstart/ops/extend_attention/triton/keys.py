@@ -80,14 +80,14 @@ def offsets(page, row, strides, PAGE: tl.constexpr):
 
 
 @triton.jit
-def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr):
-    """A tile [BN, BD] of the rows that begin at p_row [BN]; channel: stride, or one a row.
+def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr, first=0):
+    """Columns first, first + 1, ... of rows of SIZE that begin at p_row [BN], as a tile [BN, BD].
 
-    m_key: which rows are read; None: all.
+    m_key: which rows are read; None: all. channel: stride, or one a row.
     """
-    o_d = tl.arange(0, BD)
+    o_d = first + tl.arange(0, BD)
     pointers = p_row[:, None] + o_d[None, :] * channel
-    if SIZE < BD:
+    if SIZE % BD != 0:
         mask = (o_d < SIZE)[None, :]
         if m_key is not None:
             mask = mask & m_key[:, None]
@@ -96,6 +96,21 @@ def read(p_row, m_key, channel, SIZE: tl.constexpr, BD: tl.constexpr):
         b_x = tl.load(pointers, mask=m_key[:, None], other=0.0)
     else:
         b_x = tl.load(pointers)
+    return b_x
+
+
+@triton.jit
+def read_either(places, SIZE: tl.constexpr, BD: tl.constexpr, dtype: tl.constexpr, first=0):
+    """The same as an operand of `dtype`, of keys that lie in one tensor or in one of two.
+
+    places: for each tensor (p_row, m_key, channel). It has loads of its own: AMD's compiler follows
+    no pointer into one of two tensors.
+    """
+    b_x = operand(read(places[0][0], places[0][1], places[0][2], SIZE, BD, first), dtype)
+    if len(places) > 1:
+        p_row, m_key, channel = places[1]
+        b_other = operand(read(p_row, m_key, channel, SIZE, BD, first), dtype)
+        b_x = tl.where(m_key[:, None], b_other, b_x)
     return b_x
 
 

@@ -97,9 +97,10 @@ def constants(
     """The constants of a plain call of this shape, with some of them changed."""
     heads, tokens = packing(shape.HQ, shape.HK, config.BM)
     group = shape.HQ // shape.HK
-    read, BDV = columns(shape.D, shape.dtype, target.name), padded(shape.DV)
-    if reproducible:
+    read = columns(shape.D, shape.dtype, target.name, reproducible=reproducible)
+    if switches.get("SCALES", False):
         read = Columns(padded(shape.D))
+    BDV = padded(shape.DV)
     packed = switches.get("NEW", "packed") == "packed"
     described = packed and reads_descriptors(target) and (read.whole, BDV) == (shape.D, shape.DV)
     kind = shape.D, shape.DV, shape.dtype

@@ -22,6 +22,7 @@ from headstart.ops.extend_attention.triton.keys import (
     operand,
     parts_of,
     read,
+    read_either,
     read_parts,
     row_of_tile,
 )
@@ -72,23 +73,21 @@ def score(b_q, b_k, inner, FORM: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def score_again(
-    queries, p_k, m_key, channel, inner, turns,
+    queries, keys, inner, count,
     D: tl.constexpr, BD: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with queries that are read again for every tile of keys, BD columns at a time.
 
-    queries: (pointers [BM], which of them there are); p_k: pointers [BN]. turns: how often BD
-    columns cover D, as a number that compilers do not know: else they read all columns first, into
+    queries: (pointers [BM], which of them there are). keys: as for `read_either`. count: a number
+    that is not negative, which compilers do not know. Else they read all columns first, into
     registers that they do not have.
     """
+    turns = tl.cdiv(D, BD) + (count < 0).to(tl.int32)
     p_q, m_row = queries
-    b_s = tl.zeros((p_q.shape[0], p_k.shape[0]), tl.float32)
+    b_s = tl.zeros((p_q.shape[0], keys[0][0].shape[0]), tl.float32)
     for turn in tl.range(turns, num_stages=1):
-        o_d = (turn * BD + tl.arange(0, BD))[None, :]
-        b_q = tl.load(p_q[:, None] + o_d, mask=m_row[:, None] & (o_d < D), other=0.0)
-        b_k = tl.load(
-            p_k[:, None] + o_d * channel, mask=m_key[:, None] & (o_d < D), other=0.0
-        )  # fmt: skip
+        b_q = read(p_q, m_row, 1, D, BD, turn * BD)
+        b_k = read_either(keys, D, BD, p_q.dtype.element_ty, turn * BD)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
     return formed(b_s, inner, FORM)
 
@@ -267,10 +266,8 @@ def sweep(
             page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
             p_k = k + offsets(page, row, k_strides, PAGE)
             if AGAIN:
-                turns = (D + BD - 1) // BD + (count < 0).to(tl.int32)  # no run is that short
-                b_s = score_again(
-                    b_q, p_k, m_key, k_strides[2], inner, turns, D, BD, FORM, PRECISION
-                )
+                keys = ((p_k, m_key, k_strides[2]),)
+                b_s = score_again(b_q, keys, inner, count, D, BD, FORM, PRECISION)
             else:
                 b_k = read_parts(p_k, m_read, k_strides[2], D, BD, len(b_q), dtype)
                 b_s = score(b_q, b_k, inner, FORM, PRECISION)
@@ -454,7 +451,9 @@ def sweep_both(
     new_k, new_v, new_k_strides, new_v_strides, first_row = new
     begin, end, old_clear, new_clear = span
     window, inner, factor = numbers
-    dtype: tl.constexpr = b_q.dtype
+    b_q = parts_of(b_q)
+    AGAIN: tl.constexpr = b_q[0].dtype.is_ptr()
+    dtype: tl.constexpr = b_q[0].dtype.element_ty if AGAIN else b_q[0].dtype
     o_c = tl.arange(0, BN)
     for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
         low = tile * BN
@@ -462,36 +461,35 @@ def sweep_both(
         m_old = (o_old >= 0) & (o_old < old_run[1])
         m_new = (o_new >= 0) & (o_new < new_run[1])
         m_key = m_old | m_new
-        m_cached = m_old
+        keys, values = (), ()
         if FOUND != "":
-            o_number = o_old
+            o_number, m_cached = o_old, m_old
             if NEW == "cached":
-                m_cached = m_key
-                o_number = tl.where(m_new, border + o_new, o_old)
+                o_number, m_cached = tl.where(m_new, border + o_new, o_old), m_key
             found = look_up(places, where, o_number, m_cached, FOUND, PAGE)
             page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
             p_k = old_k + offsets(page, row, old_k_strides, PAGE)
             p_v = old_v + offsets(page, row, old_v_strides, PAGE)
-            b_k = operand(read(p_k, m_cached, old_k_strides[2], D, BD), dtype)
+            keys += ((p_k, m_cached, old_k_strides[2]),)
+            values += ((p_v, m_cached, old_v_strides[2]),)
         if NEW == "packed":
-            # Loads of their own: AMD's compiler follows no pointer into one of two tensors.
-            p_k_new = new_k + (first_row + o_new) * new_k_strides[0]
-            p_v_new = new_v + (first_row + o_new) * new_v_strides[0]
-            b_k_new = read(p_k_new, m_new, 1, D, BD)
-            b_k = b_k_new if FOUND == "" else tl.where(m_new[:, None], b_k_new, b_k)
-        if FOUND != "":
-            b_v = operand(read(p_v, m_cached, old_v_strides[2], DV, BDV), dtype)
-        if NEW == "packed":
-            b_v_new = read(p_v_new, m_new, 1, DV, BDV)
-            b_v = b_v_new if FOUND == "" else tl.where(m_new[:, None], b_v_new, b_v)
-        b_s = score(b_q, b_k, inner, FORM, PRECISION)
+            o_row = first_row + o_new
+            keys += ((new_k + o_row * new_k_strides[0], m_new, 1),)
+            values += ((new_v + o_row * new_v_strides[0], m_new, 1),)
+        if AGAIN:
+            b_s = score_again(b_q, keys, inner, new_run[1], D, BD, FORM, PRECISION)
+            b_v = read_either(values, DV, BDV, dtype)
+        else:
+            b_k = read_either(keys, D, BD, dtype)
+            b_v = read_either(values, DV, BDV, dtype)
+            b_s = score(b_q, b_k, inner, FORM, PRECISION)
         is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
         is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
         old_count = 0 if MASK == "new" else old_run[1]
         new_low = low - new_run[0]
         entries = (low - old_run[0], old_count, new_low, new_run[1], new_column.to(tl.int32))
-        keys = (m_old, m_new, entries)
+        which = (m_old, m_new, entries)
         if not is_clear:
-            b_s = hide_both(b_s, rows, low, keys, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
+            b_s = hide_both(b_s, rows, low, which, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
         acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l

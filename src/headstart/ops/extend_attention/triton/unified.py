@@ -23,6 +23,7 @@ from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
     keep,
+    query_rows,
     read_queries,
     rows_of,
     tile_of,
@@ -291,7 +292,7 @@ def unified_kernel(
     cache_k_page, cache_k_row, cache_k_head, cache_k_channel,
     cache_v_page, cache_v_row, cache_v_head, cache_v_channel, k_scale_head, v_scale_head,
     HQ: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, AGAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
@@ -316,7 +317,10 @@ def unified_kernel(
                 )
                 n, first, length, piece, _ = what
                 if first < length:
-                    b_q = read_queries(q, rows, q_token, q_head, D, BD)
+                    if AGAIN:
+                        b_q = (query_rows(q, rows, q_token, q_head), rows[3])
+                    else:
+                        b_q = read_queries(q, rows, q_token, q_head, D, BD)
                     b_v_scale, numbers = None, (window, inner, factor)
                     if WIDE:
                         b_q = b_q.to(tl.float32)
