@@ -290,6 +290,9 @@ def test_states_at_given_positions_forbid_shorter_lengths():
         (["--op", "extend_attention", "--seconds", "nan"], "'--seconds': nan is no number of"),
         (["--op", "extend_attention", "--device", "tpu"], "device: tpu"),
         (["--op", "extend_attention", "--device", "cpu"], "only in Triton's interpreter"),
+        (["--op", "extend_attention", "-o", "/nowhere/t.json"], "output: no folder for"),
+        (["--op", "extend_attention", "--json", "/nowhere/r.json"], "json: no folder for"),
+        (["--op", "extend_attention", "-o", "t.json", "--json", "./t.json"], "would replace it"),
     ],
 )
 def test_mistakes_at_the_command_line_are_one_line(words, said, capsys):

@@ -391,7 +391,8 @@ def test_a_first_call_is_made_in_a_process_of_its_own(tmp_path, capsys):
     assert not lost.good
 
 
-def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys):
+def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profiles, "reach", None)  # all are found before anything is done
     for arguments, said in (
         (("check", tmp_path / "none"), "none is no directory"),
         (("check", tmp_path), "holds nothing"),
@@ -402,8 +403,12 @@ def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys):
         (("build", "--target", "cuda:91", "-o", tmp_path), "target: expected one of"),
         (("build", "--target", "90", "--models", "x", "-o", tmp_path), "models: expected some of"),
         (
-            ("build", "--target", "90", "--models", "tiny-gpt-oss", "-o", __file__),
-            f"bundle: cannot make {__file__}: File exists",
+            ("build", "--target", "90", "-o", __file__),
+            f"bundle: expected a directory, got the file {__file__}",
+        ),
+        (
+            ("build", "--target", "90", "-o", Path(__file__) / "bundle"),
+            f"bundle: cannot make {__file__}/bundle: Not a directory",
         ),
     ):
         assert command(*arguments) == 2

@@ -55,7 +55,7 @@ def build(
     import triton
 
     from headstart.cli.printing import console, print_table
-    from headstart.evidence.cases.profiles import reach
+    from headstart.evidence.cases.profiles import profile, reach
     from headstart.evidence.static.collect import resolve_targets
     from headstart.runtime.bundle import Bundle
     from headstart.runtime.bundle_build import build
@@ -67,11 +67,14 @@ def build(
     bundle, found = Bundle(Path(output)), []
     most = jobs or cores()
     serving = [Python.at(python) for python in pythons]
-    for target in resolve_targets(targets):
+    wanted = resolve_targets(targets)
+    for model in models:
+        profile(model)  # there is one
+    bundle.make()  # rather than find out after minutes
+    for target in wanted:
         began = time.perf_counter()
         reached = reach(TARGETS[target], models)
         programs = list(reached.programs.values())
-        bundle.make()  # rather than find out after the first has compiled
         with progress_count(target) as progress:
             built = build(bundle, programs, most, progress, serving)
         failed = [

@@ -75,16 +75,18 @@ def command(
 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {list(DTYPES)}, got {dtype!r}")
+    if output is not None:
+        expect_writable(output, "output")
+    if json_file is not None:
+        expect_writable(json_file, sources=[] if output is None else [output])
     where = device_of(device)
     points = chosen_points(operation, patterns, _shares(shares), dtype)
     if sentence := declines_tensors(where, points[0].case.torch_dtype):
         raise Declined(f"tune on {where}: {sentence}")
     keep = Kept(options=options_of(ctx) | {"device": str(where)})
     if output is not None:
-        expect_writable(output, "output")
         keep.table = table_at(Path(output), where)
     if json_file is not None:
-        expect_writable(json_file)
         keep.record = Path(json_file)
     planned = plan(points, where)
     if not planned.keys and not planned.left_out:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +104,15 @@ class Bundle:
     path: Path
 
     def make(self) -> None:
-        """Make the directory unless it is there; ValueError where that cannot be."""
+        """Make the directory unless it is there; ValueError where nothing could be kept in it."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"bundle: expected a directory, got the file {self.path}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"bundle: cannot make {self.path}: {error.strerror}") from None
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise ValueError(f"bundle: cannot write in {self.path}")
 
     def folder(self, program: Program) -> Path:
         """Where a program lies, or would."""
