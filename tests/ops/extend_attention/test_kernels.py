@@ -119,6 +119,32 @@ def test_tiles_of_one_page_and_of_two(options, pages):
     expect_close(found, expected(batch, **options), 2 * ROUNDING[torch.float16])
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("new_in_cache", [False, True])
+@pytest.mark.parametrize(("page", "BN"), [(1, 32), (16, 64), (32, 64)])
+def test_nothing_is_read_of_pages_that_every_window_has_left(page, BN, new_in_cache, reproducible):
+    """Another sequence may own them by now, and no weight of 0 makes up for a NaN."""
+    prefix, new, window = 237, 24, 50
+    pages, left = -(-(prefix + new) // page), (prefix - window + 1) // page
+    assert left * page > (prefix - window) // BN * BN  # within a tile that some row sees
+    batch = draw([new], [prefix], 4, 2, 64, dtype=torch.float16, seed=5)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
+    cache = KVCache(*(torch.full((pages, page, 2, 64), torch.nan).half() for _ in "kv"))
+    position = torch.arange(prefix + new)
+    slots = table[position // page] * page + position % page
+    own = slice(left * page, prefix + (new if new_in_cache else 0))
+    k, v = torch.cat([batch.prefix_k, batch.k]), torch.cat([batch.prefix_v, batch.v])
+    headstart.write_kv(k[own], v[own], cache, slots[own], implementation="torch")
+    plan = ExtendPlan.from_pages(
+        [new], [prefix + new], table[None], page, new_in_cache=new_in_cache
+    )
+    arguments = {"q": batch.q, "k": batch.k, "v": batch.v, "plan": plan, "cache": cache}
+    if new_in_cache:
+        arguments |= {"k": None, "v": None}
+    found = run((64, BN, 128), arguments, window=window, reproducible=reproducible)
+    expect_close(found, expected(batch, window=window), 2 * ROUNDING[torch.float16])
+
+
 def test_scratch_is_what_workspace_bytes_says():
     batch = draw([1, 3, 80], [3000, 2100, 10], 4, 2, 64, seed=3)
     arguments = batch.arguments() | {"implementation": "triton"}

@@ -58,10 +58,10 @@ def run_of_tiles(
     held = end
     if DESCRIBED:
         held = tl.maximum(tl.minimum(end, count // BN), begin)
-    lower, upper = clear(first, last, start, count, window, causal, WINDOWED)
+    sure, unsure = clear(first, last, start, count, window, causal, WINDOWED)
     if MASKED:
-        upper = 0
-    span = (begin, held, tl.cdiv(lower, BN), upper // BN)
+        unsure = 0
+    span = (begin, held, tl.cdiv(sure, BN), unsure // BN, lower)
     if DESCRIBED and FOUND == "pages" and PAGE < BN:
         acc, m, l = sweep_pairs(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), span, lists[0], store[5], tiles, numbers,
@@ -89,7 +89,7 @@ def run_of_tiles(
         part: tl.constexpr = BN // BR
         ragged = tl.minimum(end * part, tl.cdiv(count, BR))
         acc, m, l = sweep(  # noqa: E741
-            acc, m, l, b_q, rows, (start, count, 0), (held * part, ragged, ragged, ragged),
+            acc, m, l, b_q, rows, (start, count, 0), (held * part, ragged, ragged, ragged, lower),
             store, lists, tiles, numbers, FOUND, PAGE, False, causal, WINDOWED, MASKED, LISTED,
             D, DV, BD, BDV, BR, FORM, PRECISION, 1,
         )  # fmt: skip

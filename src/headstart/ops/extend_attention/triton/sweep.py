@@ -232,12 +232,13 @@ def sweep(
     b_q: queries, as a tile, as parts, or as rows to read again (`score_again`).
     DESCRIBED: whether they are read through descriptors; then every row of them must be a key of
     the run. rows: (position, pointer into a custom mask, whether to read it). run: (start, count,
-    origin). span: (begin, end, first and past the last clear tile). store: (k, v, their strides,
-    rows of a page, where, number of the run's first key there). lists: (places, positions, entry).
+    origin). span: (begin, end, first and past the last clear tile, the run's first key that some
+    row sees). store: (k, v, their strides, rows of a page, where, number of the run's first key
+    there). lists: (places, positions, entry).
     tiles: (k, v, their columns) as descriptors. numbers: (window, inner, factor).
     """
     start, count, origin = run
-    begin, end, clear_begin, clear_end = span
+    begin, end, clear_begin, clear_end, seen = span
     k, v, k_strides, v_strides, page_rows, where, number = store
     places, positions, entry = lists
     k_tiles, v_tiles, k_column, v_column = tiles
@@ -259,6 +260,10 @@ def sweep(
             b_s = score(b_q, load_parts(k_tiles, row, k_column, len(b_q)), inner, FORM, PRECISION)
         else:
             o_number, m_read = number + o_key, m_key
+            if WINDOWED and FOUND != "run" and not LISTED:
+                # What every row has left may be another's by now, and NaN, of which no weight makes
+                # nothing: the first key that is seen stands for it.
+                o_number = tl.maximum(o_number, number + seen)
             if FOUND != "run" and PAGE == 1:
                 # The entry of the last key stands for those behind it: that costs less than masks.
                 o_number, m_read = tl.minimum(o_number, number + count - 1), None
@@ -309,7 +314,7 @@ def sweep_late(
     would wait for it.
     """
     start, count, origin = run
-    begin, end, clear_begin, clear_end = span
+    begin, end, clear_begin, clear_end, _ = span
     where, number = store[5], store[6]
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
@@ -353,7 +358,7 @@ def sweep_early(
     scores its own keys once more, for nothing.
     """
     start, count, origin = run
-    begin, end, clear_begin, clear_end = span
+    begin, end, clear_begin, clear_end, _ = span
     where, number = store[5], store[6]
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
@@ -392,7 +397,7 @@ def sweep_pairs(
 ):  # fmt: skip
     """As `sweep_late` for tiles of two whole pages each, read through descriptors."""
     start, count, _ = run
-    begin, end, clear_begin, clear_end = span
+    begin, end, clear_begin, clear_end, seen = span
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
     b_q = parts_of(b_q)
@@ -407,7 +412,10 @@ def sweep_pairs(
             low = tile * (2 * PAGE)
             b_v, b_v_next = v_tiles.load([row, v_column]), v_tiles.load([row_next, v_column])
             p_page = places + where + 2 * tile
-            row = tl.load(p_page).to(tl.int32) * PAGE
+            p_first = p_page
+            if WINDOWED:
+                p_first = places + where + tl.maximum(2 * tile, seen // PAGE)  # as in `sweep`
+            row = tl.load(p_first).to(tl.int32) * PAGE
             row_next = tl.load(p_page + 1).to(tl.int32) * PAGE
             b_k = load_parts(k_tiles, row, k_column, len(b_q))
             b_k_next = load_parts(k_tiles, row_next, k_column, len(b_q))
@@ -445,11 +453,12 @@ def sweep_both(
     old_run, new_run: (position of the first key, count). old: (k, v, their strides, rows of a
     page, where, number of the first new key); new: (k, v, their strides, packed row of the first
     new key). new_column: column of the first new key in a custom mask. span: (begin, end, first and
-    past the last clear tile of either run). The rest as for `sweep`.
+    past the last clear tile of either run, the first old key that some row sees). The rest as for
+    `sweep`.
     """
     old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border = old
     new_k, new_v, new_k_strides, new_v_strides, first_row = new
-    begin, end, old_clear, new_clear = span
+    begin, end, old_clear, new_clear, seen = span
     window, inner, factor = numbers
     b_q = parts_of(b_q)
     AGAIN: tl.constexpr = b_q[0].dtype.is_ptr()
@@ -458,7 +467,7 @@ def sweep_both(
     for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
         low = tile * BN
         o_old, o_new = low + o_c - old_run[0], low + o_c - new_run[0]
-        m_old = (o_old >= 0) & (o_old < old_run[1])
+        m_old = (o_old >= seen) & (o_old < old_run[1])
         m_new = (o_new >= 0) & (o_new < new_run[1])
         m_key = m_old | m_new
         keys, values = (), ()

@@ -103,13 +103,13 @@ def clear_of(
 
 
 @triton.jit
-def span_of(whole, clear_tiles, HIDDEN: tl.constexpr):
+def span_of(whole, clear_tiles, seen, HIDDEN: tl.constexpr):
     """As for `sweep`, of whole tiles. HIDDEN: whether more than the causal rule hides keys.
 
     That rule alone hides none of the first tiles: their bound is one that registers hold anyway.
     """
     first_clear = clear_tiles[0] if HIDDEN else whole[0]
-    return whole[0], whole[1], first_clear, clear_tiles[1]
+    return whole[0], whole[1], first_clear, clear_tiles[1], seen
 
 
 @triton.jit
@@ -220,6 +220,9 @@ def reduce(
 
             old_clear = clear_of(old_run, queries, window, old_causal, WINDOWED, MASK == "all", BN)
             new_clear = clear_of(new_run, queries, window, new_causal, WINDOWED, MASK != "", BN)
+            seen = 0
+            if WINDOWED and FOUND != "run":
+                seen = tl.maximum(queries[0] - window + 1 - old_run[0], 0)
             old_whole, new_whole = whole_of(old_run, new_run, limits, NEW, BN)
             old_begin, old_end = old_whole
             new_begin, new_end = new_whole
@@ -229,7 +232,7 @@ def reduce(
             low = tl.where(side == 0, begin, tl.where(side == 1, old_end, new_end))
             high = tl.where(side == 0, old_begin, tl.where(side == 1, new_begin, end))
             acc, m, l = sweep_both(  # noqa: E741
-                acc, m, l, b_q, old_rows, old_run, new_run, (low, high, old_clear, new_clear),
+                acc, m, l, b_q, old_rows, old_run, new_run, (low, high, old_clear, new_clear, seen),
                 (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border),
                 (new_k, new_v, new_k_strides, new_v_strides, row),
                 places, new_column, numbers, FOUND, PAGE, NEW, CAUSAL, WINDOWED, MASK,
@@ -239,7 +242,7 @@ def reduce(
                 if side == 0:
                     acc, m, l = sweep_whole(  # noqa: E741
                         acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
-                        span_of(old_whole, old_clear, WINDOWED or MASK == "all"),
+                        span_of(old_whole, old_clear, seen, WINDOWED or MASK == "all"),
                         (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, 0), places,
                         (old_tiles[0], old_tiles[1], key_head * old_k_head, key_head * old_v_head),
                         numbers, FOUND, PAGE, CACHE_DESCRIBED, old_causal, WINDOWED, MASK == "all",
@@ -249,7 +252,7 @@ def reduce(
                 if side == 1:
                     acc, m, l = sweep_whole(  # noqa: E741
                         acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
-                        span_of(new_whole, new_clear, WINDOWED or MASK != ""),
+                        span_of(new_whole, new_clear, 0, WINDOWED or MASK != ""),
                         (new_k, new_v, new_k_strides, new_v_strides, 1, row, 0), row,
                         (new_tiles[0], new_tiles[1], key_head * new_k_head, key_head * new_v_head),
                         numbers, "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "",
