@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
@@ -54,7 +54,9 @@ class StagesResult(Record):
     """One arm on one variant of a case.
 
     sentence: why it did not run; then nothing else is said.
-    stages: by falling time. device_us: their sum. launches: kernels of a call (operators on a CPU).
+    stages: by falling time. device_us: while any of them ran; less than their sum where launches
+        overlap, since one that was started early waits inside itself for those before it.
+    launches: kernels of a call (operators on a CPU).
     copies_to_host: copies from the device to the host in a call.
     wall_us: median until a call's work is done on an idle device. launch_us: median until the call
         returns. gap_us: wall_us - device_us: what the device waits for the host; None on a CPU.
@@ -235,7 +237,7 @@ def profile(arm: Arm, device: torch.device, times: int = PROFILES) -> dict[str, 
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # A call may compute in threads of its own, which a profiler passes over unless told.
     everywhere = _ExperimentalConfig(profile_all_threads=True)
-    calls: list[dict[str, tuple[int, float]]] = []
+    calls: list[tuple[dict[str, tuple[int, float]], float]] = []
     for _ in range(times + 1):
         arm.restore()
         synchronize(device)
@@ -249,12 +251,14 @@ def profile(arm: Arm, device: torch.device, times: int = PROFILES) -> dict[str, 
             synchronize(device)
         calls.append(_on_gpu(profiler) if on_gpu else _on_cpu(profiler))
     calls = calls[1:]  # the first profile of a process pays for starting the profiler
-    names = {name for call in calls for name in call}
+    busy = median(spent for _, spent in calls)
+    found = [stages for stages, _ in calls]
+    names = {name for call in found for name in call}
     stages = [
         Stage(
             name=name,
-            count=sum(call.get(name, (0, 0.0))[0] for call in calls) / len(calls),
-            microseconds=median(call.get(name, (0, 0.0))[1] for call in calls),
+            count=sum(call.get(name, (0, 0.0))[0] for call in found) / len(found),
+            microseconds=median(call.get(name, (0, 0.0))[1] for call in found),
         )
         for name in names
     ]
@@ -262,7 +266,7 @@ def profile(arm: Arm, device: torch.device, times: int = PROFILES) -> dict[str, 
     copies = [stage for stage in stages if stage.name.startswith(("Memcpy", "Memset"))]
     return {
         "stages": tuple(stages),
-        "device_us": sum(stage.microseconds for stage in stages),
+        "device_us": busy,
         "launches": sum(stage.count for stage in stages if stage not in copies),
         "copies_to_host": sum(stage.count for stage in copies if "DtoH" in stage.name),
     }
@@ -282,16 +286,34 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def _on_gpu(profiler: Any) -> dict[str, tuple[int, float]]:
-    """Name -> (count, microseconds) of what ran on the device."""
+def _on_gpu(profiler: Any) -> tuple[dict[str, tuple[int, float]], float]:
+    """Name -> (count, microseconds) of what ran on the device; microseconds in which any did."""
     found: dict[str, tuple[int, float]] = {}
+    times: list[tuple[float, float]] = []
     for event in profiler.events():
         if event.device_type.name == "CUDA":
             count, spent = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, spent + event.time_range.elapsed_us()
-    return found
+            times.append((event.time_range.start, event.time_range.end))
+    return found, covered(times)
 
 
-def _on_cpu(profiler: Any) -> dict[str, tuple[int, float]]:
-    """Name -> (count, microseconds of its own) of operators."""
-    return {row.key: (row.count, float(row.self_cpu_time_total)) for row in profiler.key_averages()}
+def covered(times: Iterable[tuple[float, float]]) -> float:
+    """How much of the time line lies in any of the (start, end).
+
+    >>> covered([(5, 9), (0, 2), (1, 4), (6, 7)])
+    8.0
+    """
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(times):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def _on_cpu(profiler: Any) -> tuple[dict[str, tuple[int, float]], float]:
+    """Name -> (count, microseconds of its own) of operators; their sum."""
+    found = {
+        row.key: (row.count, float(row.self_cpu_time_total)) for row in profiler.key_averages()
+    }
+    return found, sum(spent for _, spent in found.values())

@@ -34,6 +34,12 @@ MARGIN = 1e-4
 """Of the two largest logits: below it they are a near-tie."""
 
 
+@pytest.fixture(autouse=True)
+def whole_float32(monkeypatch):
+    # cuDNN, in whose convolutions transformers' own path runs on a GPU, else drops 13 bits.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture(params=checkpoints.names())
 def checkpoint(request) -> str:
     if not (checkpoints.path(request.param) / "model.safetensors").is_file():
