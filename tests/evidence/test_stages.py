@@ -37,9 +37,7 @@ def test_stages_run_every_variant_and_compare():
         assert one.device_us > 0
         assert one.wall_us >= one.launch_us > 0
         assert one.copies_to_host == 0
-        # Medians, of every stage's times and of their sums.
-        total = sum(stage.microseconds for stage in one.stages)
-        assert total == pytest.approx(one.device_us, rel=0.5)
+        assert sum(stage.microseconds for stage in one.stages) == pytest.approx(one.device_us)
         assert one.against.rounds == 3
     as_it_stands = mine.pop("the case")
     assert as_it_stands.scratch == package.workspace_bytes(
