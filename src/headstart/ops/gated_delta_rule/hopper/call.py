@@ -66,8 +66,9 @@ STEP, WAITING_STEP, TILE, START = 1.05, 1.24, 1.54, 7.3
 """Microseconds on one H200 (`headstart bench stages` shows kernels): a chunk in the scan; in one
 that waits for tiles made meanwhile; preparing a tile, of one processor; until the first tile is
 there and the last chunk through. 16 to 293 chunks of 32 and of 48 heads: the faster is chosen."""
-CROWDED_STEP, WIDE_STEP = 1.38, 2.46
-"""The same of a chunk where programs are on all processors: of a block of V, and of two."""
+CROWDED_STEP, WIDE_STEP = 1.6, 2.46
+"""A chunk where programs are on all processors, of a block of V and of two: one round of programs
+of two beats two rounds of one (133 us, 146), and three beat five (631, 678): those idle more."""
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 STATE_DTYPES = DTYPES | {torch.float32: gl.float32}
 
