@@ -14,6 +14,7 @@ from headstart.cli.commands import headstart
 from headstart.evidence import report
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.checking import Accuracy
+from headstart.evidence.report.reading import benched
 
 ROOT = Path(__file__).parents[2]
 
@@ -271,6 +272,24 @@ def test_of_a_case_timed_twice_the_latest_counts(tmp_path):
     table = report.markdown(report.read_runs(paths))
     assert "| 0.1111 |" in table
     assert "0.2620" not in table
+
+
+def test_arms_that_the_latest_run_lacks_are_those_of_the_run_before(tmp_path):
+    def arms(at, *found):
+        when = made.MADE + timedelta(days=at)
+        return made.write(
+            tmp_path, str(at), "bench", [made.timed("gdn-1x128", *found)], created=when
+        )
+
+    ours = made.arm("headstart", 0.3)
+    fla, flashinfer = made.arm("fla", 0.6, (2, 2, 2)), made.arm("flashinfer", 0.9, (3, 3, 3))
+    earlier = arms(0, ours, fla, flashinfer, made.arm("sglang", 1.2, (4, 4, 4)))
+    faster = made.arm("headstart", 0.2), made.arm("fla", 0.5, (2.5, 2.5, 2.5))
+    later = arms(1, *faster, made.arm("flashinfer", None))
+    (found,) = benched(report.read_runs([earlier, later])).popitem()[1]
+    assert {arm.arm: arm.median_ms for arm in found.result.arms} == {
+        "headstart": 0.2, "fla": 0.5, "flashinfer": 0.9, "sglang": 1.2
+    }  # fmt: skip
 
 
 def test_a_run_made_outside_a_checkout_tells_its_commit_or_version(tmp_path):

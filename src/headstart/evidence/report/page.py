@@ -88,7 +88,8 @@ def _times(files: Sequence[RunFile]) -> list[Section]:
             f"Times: {OPERATIONS.get(op, op)}" + (f", to {arm}" if arm != "headstart" else ""),
             f"All arms of a case run in one process, launch by launch in turn, after each has been "
             f"held against float64. Ratios are to {arm}, paired by round; its noise floor is "
-            f"{arm} entered a second time. Of a case that several runs timed, the latest counts.",
+            f"{arm} entered a second time. Of a case that several runs timed, the latest counts, "
+            f"with arms that only a run before it had.",
             where=device,
         )
         section.draw(

@@ -208,17 +208,33 @@ class Benched:
 
 
 def benched(files: Sequence[RunFile]) -> dict[tuple[str, str, str], list[Benched]]:
-    """Timed cases by (device, operation, first arm); of a case timed twice the latest run."""
+    """Timed cases by (device, operation, first arm); of a case timed twice the latest run.
+
+    Arms that the latest run was not asked for, or did not find installed, are those of the run
+    before it: every ratio is to the first arm of its own run.
+    """
     latest: dict[tuple[str, str, str, str], Benched] = {}
     for file, result in sorted(results(files, CaseResult), key=lambda one: one[0].run.created):
         if result.arms:
             one = Benched(file, result)
-            latest[file.device(result.device), result.op, one.first.arm, result.case] = one
+            key = file.device(result.device), result.op, one.first.arm, result.case
+            if key in latest:
+                one = Benched(file, _completed(result, latest[key].result))
+            latest[key] = one
     groups: dict[tuple[str, str, str], list[Benched]] = {}
     for (device, op, arm, _), one in latest.items():
         groups.setdefault((device, op, arm), []).append(one)
     order = sorted(groups, key=lambda key: (key[0], _place(key[1]), key[2] != MAIN))
     return {key: groups[key] for key in order}
+
+
+def _completed(later: CaseResult, earlier: CaseResult) -> CaseResult:
+    """A case with arms of an earlier run in place of those that the later one lacks."""
+    have = {arm.arm: arm for arm in earlier.arms if arm.status == "timed" and arm.arm != NOISE}
+    arms = [have.get(arm.arm, arm) if arm.status == "missing" else arm for arm in later.arms]
+    asked = {arm.arm for arm in later.arms}
+    arms += [arm for name, arm in have.items() if name not in asked]
+    return later.model_copy(update={"arms": tuple(arms)})
 
 
 def _place(op: str) -> int:
