@@ -18,6 +18,7 @@ from headstart.ops.convolution.triton.norm import norm_kernel
 from headstart.runtime.bundle import KEY, Bundle
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
+ADVICE = "; delete the folder and build it again"
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_damaged_file_is_named(copied, program, name, change):
 def test_a_missing_file_is_named(copied, program, name):
     file = copied.folder(program) / name
     file.unlink()
-    with pytest.raises(ValueError, match=f"{file} cannot be read: No such file"):
+    with pytest.raises(ValueError, match=f"{file} cannot be read: No such file.*{ADVICE}"):
         copied.compiled(program)
 
 
@@ -87,7 +88,7 @@ def test_a_missing_file_is_named(copied, program, name):
 def test_a_damaged_field_is_named(copied, program, field, value):
     file = copied.folder(program) / "artefact.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
-    with pytest.raises(ValueError, match=f"{file} is damaged: {field}: expected"):
+    with pytest.raises(ValueError, match=f"{file} is damaged: {field}: expected.*{ADVICE}"):
         copied.compiled(program)
 
 
@@ -95,7 +96,7 @@ def test_a_damaged_field_is_named(copied, program, field, value):
 def test_a_description_that_is_none_is_named(copied, program, text):
     file = copied.folder(program) / "artefact.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=f"{file} is damaged"):
+    with pytest.raises(ValueError, match=f"{file} is damaged.*{ADVICE}"):
         copied.compiled(program)
 
 
@@ -114,7 +115,9 @@ def test_the_command_lists_what_is_whole_and_names_the_rest(copied, program, cap
     ]  # fmt: skip
     damaged, gone = said.err.splitlines()
     assert "artefact.json is damaged" in damaged
-    assert "program.cubin: No such file" in gone
+    assert "program.cubin cannot be read: No such file" in gone
+    assert damaged.endswith(ADVICE)
+    assert gone.endswith(ADVICE)
 
 
 def test_a_stale_artefact_is_named(copied, monkeypatch):

@@ -393,6 +393,7 @@ def test_a_first_call_is_made_in_a_process_of_its_own(tmp_path, capsys):
 
 def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profiles, "reach", None)  # all are found before anything is done
+    new = tmp_path / "new"
     for arguments, said in (
         (("check", tmp_path / "none"), "none is no directory"),
         (("check", tmp_path), "holds nothing"),
@@ -410,6 +411,9 @@ def test_mistakes_at_the_command_line_are_one_line(tmp_path, capsys, monkeypatch
             ("build", "--target", "90", "-o", Path(__file__) / "bundle"),
             f"bundle: cannot make {__file__}/bundle: Not a directory",
         ),
+        (("build", "--target", "90", "-o", ""), "output: expected a directory, got ''"),
+        (("build", "--target", "90", "-o", new, "--json", new), "new is read by this command"),
+        (("build", "--target", "90", "-o", new / "sub", "--json", new), "new is read by"),
     ):
         assert command(*arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()

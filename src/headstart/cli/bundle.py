@@ -62,8 +62,11 @@ def build(
     from headstart.runtime.bundle_host import Python
     from headstart.runtime.static import TARGETS
 
+    if not output:
+        raise ValueError("output: expected a directory, got ''")
     if json_file is not None:
-        _expect_record(json_file)
+        place = Path(output).resolve()
+        _expect_record(json_file, [place, *place.parents])
     bundle, found = Bundle(Path(output)), []
     most = jobs or cores()
     serving = [Python.at(python) for python in pythons]
@@ -266,12 +269,12 @@ def first(
     ctx.exit(0 if all(one.good for one in found) else 1)
 
 
-def _expect_record(file: str) -> None:
-    """Raise unless a record can be written there."""
+def _expect_record(file: str, sources: Sequence[Path] = ()) -> None:
+    """Raise unless a record can be written there, and is none of what the command needs."""
     need("evidence", "pydantic", "numpy")
     from headstart.evidence.files import expect_writable
 
-    expect_writable(file)
+    expect_writable(file, sources=sources)
 
 
 def _keep(ctx: click.Context, file: str, kind: str, found: Sequence[Mapping[str, Any]]) -> None:

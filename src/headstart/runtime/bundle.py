@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.runtime import bundle_host
-from headstart.runtime.bundle_files import damaged, place, read
+from headstart.runtime.bundle_files import damaged, place, read, spoiled
 from headstart.runtime.bundle_host import Python
 from headstart.runtime.bundle_programs import Program
 
@@ -52,7 +52,7 @@ class Artefact:
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"bundle: {file} is damaged: {error}") from None
+            raise spoiled(file, f"is damaged: {error}") from None
         for name, kind in FIELDS.items():
             if not isinstance(fields, dict) or not isinstance(fields.get(name), kind):
                 raise damaged(file, name, f"a value of type {kind.__name__}", "none")
@@ -77,7 +77,7 @@ class Artefact:
         try:
             return self.program.stat().st_size
         except OSError as error:
-            raise ValueError(f"bundle: {self.program}: {error.strerror}") from None
+            raise spoiled(self.program, f"cannot be read: {error.strerror}") from None
 
     def check(self) -> None:
         """Raise ValueError unless both files are what they were when the program was built."""

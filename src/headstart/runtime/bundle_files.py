@@ -33,13 +33,17 @@ def read(file: Path) -> bytes:
     """What a file holds; ValueError where it cannot be read."""
     try:
         return file.read_bytes()
+    except FileNotFoundError as error:
+        raise spoiled(file, f"cannot be read: {error.strerror}") from None
     except OSError as error:
         raise ValueError(f"bundle: {file} cannot be read: {error.strerror}") from None
 
 
+def spoiled(file: Path, what: str) -> ValueError:
+    """The error that names a file whose folder is of no use, says why, and what helps."""
+    return ValueError(f"bundle: {file} {what}; delete the folder and build it again")
+
+
 def damaged(file: Path, field: str, expected: object, got: object) -> ValueError:
     """The error that names a file that is not what it was, and what is wrong with it."""
-    return ValueError(
-        f"bundle: {file} is damaged: {field}: expected {expected}, got {got}; "
-        "delete the folder and build it again"
-    )
+    return spoiled(file, f"is damaged: {field}: expected {expected}, got {got}")

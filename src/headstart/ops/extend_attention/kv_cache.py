@@ -38,8 +38,11 @@ class KVCache:
         is the key. A float, or a float32 tensor [1] or [HK] on the cache's device (never read by
         the host).
 
-    Slots that a plan does not name may hold anything. Those of keys that every window has left are
-    read by kernels with the tiles they lie in: there finite values change nothing, a NaN may.
+    Slots that a plan does not name may hold anything. So may slots of `from_slots` and whole pages
+    of `from_pages` whose keys every window has left, unless the plan has `key_positions`. Others of
+    such keys, in prefixes of `from_lengths` and `from_padded` and in pages that hold keys still
+    seen, are read by kernels with the tiles they lie in: there finite values change nothing, a NaN
+    may. Under `key_positions` that holds of every slot, on a CPU too.
 
     Raises ValueError if shapes, dtypes, devices or scales do not fit.
 
