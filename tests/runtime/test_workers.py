@@ -89,6 +89,15 @@ def test_an_error_is_raised_when_all_have_ended_and_nothing_new_begins():
     assert ended == [1]
 
 
+@pytest.fixture
+def interruptible():
+    # A shell lets what it starts in the background ignore interrupts.
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, kept)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("interrupts", [1, 3])
 def test_an_interrupt_is_raised_when_all_have_ended_and_nothing_new_begins(interrupts):
     """Scratch is used again by the next call: whoever still wrote into it would spoil that."""
