@@ -68,7 +68,7 @@ CALLS = {
     "long": lambda: (inputs(5120, 16, 32), {}),
     "few heads": lambda: (inputs(8192, 2, 8), {}),
     "many short": lambda: (inputs(1280, 16, 32), {"schedule": [64] * 20}),
-    "many": lambda: (inputs(40 * 320, 8, 16), {"schedule": [320] * 40}),
+    "many": lambda: (inputs(20 * 320, 8, 16), {"schedule": [320] * 20}),
     "one head, a state": lambda: (
         inputs(64, 1, 1, torch.float16),
         {"state": torch.zeros(1, 1, 128, 128), "return_state": True},
