@@ -83,7 +83,7 @@ def test_the_faster_one_is_chosen_and_the_rules_regret_is_told(swept):
     assert [point.moved for point in found.points()] == [False]
     row = found.row("3.6.0", "2026-11-30")
     assert row.configuration == found.chosen.configuration
-    assert row.runner_up.configuration == replace(found.rule, BN=64)
+    assert row.runner_up.fields == asdict(replace(found.rule, BN=64))
     assert row.runner_up.ratio == pytest.approx(0.9 / 0.8, abs=0.03)
     assert list(row.milliseconds) == [CASE]
     assert worst(found.points()) == found.points()[0].rule_regret == pytest.approx(0.25, abs=0.03)

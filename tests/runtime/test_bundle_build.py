@@ -173,7 +173,7 @@ def test_a_bundle_is_built_for_the_rule_and_for_every_table(tmp_path, monkeypatc
         ("b", "cuda:90", rule),
         ("c", "cuda:100", dataclasses.replace(rule, warps=2)),
     ):
-        rows = (Row(key, found, {}, None, "3.6.0", "2026-11-30"),)
+        rows = (Row(key, dataclasses.asdict(found), {}, None, "3.6.0", "2026-11-30"),)
         Table(tmp_path / f"{device}.json", Device(device, target), rows).write()
     after = reach(TARGETS["cuda:90"], ["tiny-gpt-oss"]).programs
     more = [program for name, program in after.items() if name not in before]

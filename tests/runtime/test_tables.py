@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import timeit
+from dataclasses import asdict, fields
 
 import pytest
 import torch
@@ -31,12 +32,10 @@ EXTEND = Key("extend_attention", "extend", (64, 64), torch.bfloat16, 8, True, ("
 
 def row(key=NORM, second=True, **changed):
     """A row whose numbers are all different; changed: some of its configuration."""
-    kind = KERNELS[key.operation, key.kernel].configuration
-    names = kind.__dataclass_fields__
+    names = KERNELS[key.operation, key.kernel].fields
     first = {name: 2**i for i, name in enumerate(names, 1)} | changed
-    other = kind(**first | {next(iter(names)): 64})
-    runner_up = RunnerUp(other, 1.04) if second else None
-    return Row(key, kind(**first), {"a-case": 0.25}, runner_up, "3.6.0", "2026-11-30")
+    runner_up = RunnerUp(first | {names[0]: 64}, 1.04) if second else None
+    return Row(key, first, {"a-case": 0.25}, runner_up, "3.6.0", "2026-11-30")
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_rows_of_a_key_take_the_place_of_older_ones(path):
     table = Table(path, H200, (row(), row(EXTEND)))
     changed = table.changed([row(num_warps=16)])
     assert [found.key for found in changed.rows] == [EXTEND, NORM]
-    assert changed.configurations[NORM].num_warps == 16
+    assert changed.by_key[NORM].fields["num_warps"] == 16
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
@@ -144,7 +143,7 @@ def test_what_is_no_table_is_named(path, text):
 
 def test_rows_that_contradict_each_other_are_named(path):
     Table(path, H200, (row(), row(EXTEND), row())).write()
-    assert len(Table.read(path).configurations) == 2  # the same twice is no contradiction
+    assert len(Table.read(path).by_key) == 2  # the same twice is no contradiction
     Table(path, H200, (row(), row(EXTEND), row(num_warps=16))).write()
     with pytest.raises(ValueError, match=r"rows\[0\] and rows\[2\] contradict .*norm 128 bfloat16"):
         Table.read(path)
@@ -163,8 +162,7 @@ def test_a_users_rows_go_before_the_packages_and_that_is_told(path, use, caplog)
     with caplog.at_level(logging.INFO, "headstart"):
         use(Table(path, INTERPRETER, (row(num_warps=16),)), packaged=[packaged])
         found = rows_of(CPU)
-    assert found[NORM].num_warps == 16
-    assert found[EXTEND] == row(EXTEND).configuration
+    assert found == {NORM: row(num_warps=16), EXTEND: row(EXTEND)}
     assert "norm 128 bfloat16" in caplog.text
 
 
@@ -175,7 +173,7 @@ def test_another_devices_table_is_not_used(path, use, monkeypatch):
     # One that fits is enough: a process may have devices of several kinds.
     other = path.with_name("other.json")
     use(Table(path, H200, (row(num_warps=16),)), Table(other, INTERPRETER, (row(),)))
-    assert rows_of(CPU) == {NORM: row().configuration}
+    assert rows_of(CPU) == {NORM: row()}
     # A package's file under a name that is not its device's is damaged.
     folder = use(packaged=[Table(tables.FOLDER / "interpreter.json", H200, (row(),))])
     with pytest.raises(ValueError, match=rf"{folder}/interpreter.json: expected a table for inter"):
@@ -204,6 +202,33 @@ def test_architecture_counts_beside_the_name(path, use):
 def test_every_packaged_table_is_whole_and_named_for_its_device():
     for file in tables.FOLDER.glob("*.json"):
         assert tables.packaged_table(Table.read(file).device) is not None
+
+
+def test_reading_a_table_imports_no_kernel(path):
+    """A first call waits for it: 42 rows took 2.3 ms where this was written."""
+    sizes = {"K": 1, "V": 1, "D": 1, "DV": 1, "channels": 1, "width": 1}
+    rows = []
+    for (operation, name), kernel in KERNELS.items():
+        for i in range(6):
+            given = tuple(sizes[size] << i for size in kernel.sizes)
+            rows.append(row(Key(operation, name, given, torch.bfloat16, 4 * kernel.grouped)))
+    Table(path, INTERPRETER, tuple(rows)).write()
+    program = (
+        "import sys, time, torch\n"
+        "from headstart.runtime.tables import rows_of\n"
+        "began, before = time.perf_counter(), set(sys.modules)\n"
+        "found = rows_of(torch.device('cpu'))\n"
+        "took = time.perf_counter() - began\n"
+        "print(len(found), took < 0.03, sorted(set(sys.modules) - before), 'triton' in before)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {tables.VARIABLE: str(path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.stdout == f"{len(rows)} True [] False\n", run.stderr
 
 
 def test_a_look_costs_a_call_next_to_nothing(use, path):
@@ -299,6 +324,12 @@ def test_a_row_is_what_is_launched(call, options):
         assert constants[name] == size[wider]
 
 
+@pytest.mark.parametrize("name", KERNELS, ids="/".join)
+def test_fields_are_those_of_the_class(name):
+    kernel = KERNELS[name]
+    assert kernel.fields == tuple(field.name for field in fields(kernel.configuration))
+
+
 def test_every_kernel_of_the_list_is_asked_for():
     found = set()
     for call, options in CALLS:
@@ -324,7 +355,7 @@ def test_where_bits_are_promised_neither_heads_nor_the_cache_count(window):
 def test_a_users_table_is_what_the_interpreter_runs(path):
     key = Key("extend_attention", "extend", (16, 16), torch.float32, 2)
     kind = KERNELS["extend_attention", "extend"].configuration
-    found = Row(key, kind(16, 16, 1, 4, 32), {}, None, "3.6.0", "2026-11-30")
+    found = Row(key, asdict(kind(16, 16, 1, 4, 32)), {}, None, "3.6.0", "2026-11-30")
     Table(path, INTERPRETER, (found,)).write()
     program = (
         "import torch, headstart\n"

@@ -13,7 +13,7 @@ from headstart.runtime.bundle_launch import Programs, active_driver, obtain, pro
 from headstart.runtime.bundle_programs import Program
 from headstart.runtime.checks import expect_int, expect_place, shown
 from headstart.runtime.launcher import current, processors, target_of
-from headstart.runtime.tables import rows_of
+from headstart.runtime.tables import configurations_of, rows_of
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, all, the kernel done last)."""
@@ -64,7 +64,8 @@ def warmup(
     names = (models,) if isinstance(models, str) else models
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"models: expected names of profiles, got {shown(models)}")
-    found = reach(target_of(place), names, processors(place), [rows_of(place)])
+    rows = configurations_of(rows_of(place))
+    found = reach(target_of(place), names, processors(place), [rows])
     return make_ready(found.programs.values(), place, jobs, progress)
 
 

@@ -8,12 +8,14 @@
        "runner_up": {"configuration": {...}, "ratio": 1.03},
        "triton": "3.6.0", "date": "2026-11-30"}]}
 
-A key has no place for a length. Two rows of one key that say different things are an error.
+A key has no place for a length. Two rows of one key that say different things are an error. All is
+checked without a kernel's module, which takes longer to import than a table to read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -65,42 +67,53 @@ class Kernel(NamedTuple):
     """What a table may say of a kernel.
 
     sizes: names of a key's sizes. place: "module:class" of its configuration, a dataclass of ints.
-    grouped, windowed: whether a key may hold a ratio or a window. switches: those it may hold.
+    fields: that dataclass's. grouped, windowed: whether a key may hold a ratio or a window.
+    switches: those it may hold.
     """
 
     sizes: tuple[str, ...]
     place: str
+    fields: tuple[str, ...]
     grouped: bool = False
     windowed: bool = False
     switches: tuple[str, ...] = ()
 
     @property
     def configuration(self) -> type:
-        """The class of its configurations."""
+        """The class of its configurations; the kernel's module may be imported for it."""
         module, name = self.place.split(":")
         return getattr(importlib.import_module(module), name)
 
 
-_ATTENTION = "headstart.ops.extend_attention.triton.config:Config"
+_ATTENTION = (
+    "headstart.ops.extend_attention.triton.config:Config",
+    ("BM", "BN", "stages", "warps", "piece", "registers", "resident"),
+)
 _RULE = "headstart.ops.gated_delta_rule"
 _CONVOLUTION = "headstart.ops.convolution.triton"
 KERNELS = {
     ("extend_attention", "extend"): Kernel(
-        ("D", "DV"), _ATTENTION, grouped=True, windowed=True, switches=("scattered", "fp8", "mask")
+        ("D", "DV"), *_ATTENTION, grouped=True, windowed=True, switches=("scattered", "fp8", "mask")
     ),
     # Bits are promised: one configuration, whatever the heads and wherever keys lie.
-    ("extend_attention", "unified"): Kernel(("D", "DV"), _ATTENTION, windowed=True),
-    ("gated_delta_rule", "prepare"): Kernel(("K", "V"), f"{_RULE}.passes.config:PrepareConfig"),
+    ("extend_attention", "unified"): Kernel(("D", "DV"), *_ATTENTION, windowed=True),
+    ("gated_delta_rule", "prepare"): Kernel(
+        ("K", "V"), f"{_RULE}.passes.config:PrepareConfig", ("BC", "warps")
+    ),
     ("gated_delta_rule", "prepare_channels"): Kernel(
-        ("K", "V"), f"{_RULE}.passes.channel:ChannelConfig"
+        ("K", "V"), f"{_RULE}.passes.channel:ChannelConfig", ("BC", "warps")
     ),
     ("gated_delta_rule", "scan"): Kernel(
-        ("K", "V"), f"{_RULE}.triton.scan:ScanConfig", switches=("channels",)
+        ("K", "V"), f"{_RULE}.triton.scan:ScanConfig", ("BV", "warps", "stages"),
+        switches=("channels",),
     ),
     ("causal_conv1d", "convolve"): Kernel(
-        ("channels", "width"), f"{_CONVOLUTION}.convolve:Config"
+        ("channels", "width"), f"{_CONVOLUTION}.convolve:Config",
+        ("channels", "unroll", "num_warps"),
     ),
-    ("rms_norm_gated", "norm"): Kernel(("D",), f"{_CONVOLUTION}.norm:Config"),
+    ("rms_norm_gated", "norm"): Kernel(
+        ("D",), f"{_CONVOLUTION}.norm:Config", ("rows", "num_warps")
+    ),
 }  # fmt: skip
 """(operation, kernel) -> what a table may say of it."""
 
@@ -118,10 +131,10 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The second best configuration, and how much longer it takes than the best: a ratio above 1
-    (or near it, where the two could not be told apart)."""
+    """The fields of the second best configuration, and how much longer it takes than the best: a
+    ratio above 1 (or near it, where the two could not be told apart)."""
 
-    configuration: Any
+    fields: Mapping[str, int]
     ratio: float
 
 
@@ -129,16 +142,26 @@ class RunnerUp:
 class Row:
     """A configuration, and what it was measured with.
 
-    milliseconds: of a call, by the id of the case. triton, date: the version that compiled it, and
-    the day.
+    fields: of the configuration. milliseconds: of a call, by the id of the case. triton, date: the
+    version that compiled it, and the day.
+
+    >>> key = Key("rms_norm_gated", "norm", (128,), torch.float32)
+    >>> row = Row(key, {"rows": 16, "num_warps": 4}, {}, None, "3.6.0", "2026-11-30")
+    >>> row.configuration
+    Config(rows=16, num_warps=4)
     """
 
     key: Key
-    configuration: Any
+    fields: Mapping[str, int]
     milliseconds: Mapping[str, float]
     runner_up: RunnerUp | None
     triton: str
     date: str
+
+    @functools.cached_property
+    def configuration(self) -> Any:
+        """As its kernel takes it, made when that is first launched."""
+        return KERNELS[self.key.operation, self.key.kernel].configuration(**self.fields)
 
     def record(self) -> dict[str, Any]:
         """As plain data."""
@@ -148,10 +171,9 @@ class Row:
             "operation": key.operation, "kernel": key.kernel,
             "sizes": dict(zip(names, key.sizes, strict=True)), "dtype": dtype_name(key.dtype),
             "ratio": key.ratio, "windowed": key.windowed, "switches": list(key.switches),
-            "configuration": dataclasses.asdict(self.configuration),
-            "milliseconds": dict(self.milliseconds),
+            "configuration": dict(self.fields), "milliseconds": dict(self.milliseconds),
             "runner_up": second and {
-                "configuration": dataclasses.asdict(second.configuration), "ratio": second.ratio,
+                "configuration": dict(second.fields), "ratio": second.ratio,
             },
             "triton": self.triton, "date": self.date,
         }  # fmt: skip
@@ -184,21 +206,21 @@ class Table:
             _row(_Fields(f"tables: {path}: rows[{i}].", row)) for i, row in enumerate(listed)
         )
         table = Table(path, device, rows)
-        _ = table.configurations  # conflicts are told now
+        _ = table.by_key  # conflicts are told now
         return table
 
     @property
-    def configurations(self) -> dict[Key, Any]:
-        """By key; ValueError where two rows of one key differ."""
-        found: dict[Key, tuple[int, Any]] = {}
+    def by_key(self) -> dict[Key, Row]:
+        """Its rows; ValueError where two of one key differ."""
+        found: dict[Key, tuple[int, Row]] = {}
         for i, row in enumerate(self.rows):
-            first, configuration = found.setdefault(row.key, (i, row.configuration))
-            if configuration != row.configuration:
+            first, other = found.setdefault(row.key, (i, row))
+            if other.fields != row.fields:
                 raise ValueError(
                     f"tables: {self.path}: rows[{first}] and rows[{i}] contradict each other: "
-                    f"{row.key}: {configuration} and {row.configuration}"
+                    f"{row.key}: {shown_fields(other.fields)} and {shown_fields(row.fields)}"
                 )
-        return {key: configuration for key, (_, configuration) in found.items()}
+        return {key: row for key, (_, row) in found.items()}
 
     def changed(self, rows: Iterable[Row]) -> Table:
         """This table with these rows in place of those of their keys, sorted by key."""
@@ -220,18 +242,27 @@ class Table:
             raise ValueError(f"tables: cannot write {self.path}: {error.strerror}") from error
 
 
-def together(tables: Iterable[Table]) -> dict[Key, Any]:
-    """The configurations of several tables of one device; ValueError where two contradict."""
-    found: dict[Key, tuple[Path, Any]] = {}
+def together(tables: Iterable[Table]) -> dict[Key, Row]:
+    """The rows of several tables of one device; ValueError where two contradict."""
+    found: dict[Key, tuple[Path, Row]] = {}
     for table in tables:
-        for key, configuration in table.configurations.items():
-            path, first = found.setdefault(key, (table.path, configuration))
-            if first != configuration:
+        for key, row in table.by_key.items():
+            path, first = found.setdefault(key, (table.path, row))
+            if first.fields != row.fields:
                 raise ValueError(
-                    f"tables: {path} and {table.path} contradict each other: {key}: {first} "
-                    f"and {configuration}"
+                    f"tables: {path} and {table.path} contradict each other: {key}: "
+                    f"{shown_fields(first.fields)} and {shown_fields(row.fields)}"
                 )
-    return {key: configuration for key, (_, configuration) in found.items()}
+    return {key: row for key, (_, row) in found.items()}
+
+
+def shown_fields(fields: Mapping[str, int]) -> str:
+    """The fields of a configuration in one line.
+
+    >>> shown_fields({"BC": 64, "warps": 8})
+    'BC 64, warps 8'
+    """
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
 class _Fields:
@@ -322,15 +353,31 @@ def _row(fields: _Fields) -> Row:
     return Row(key, configuration, milliseconds, second, triton, day)
 
 
+def order_of_sums(fields: Mapping[str, int]) -> tuple[int, ...]:
+    """What a row's bits follow from in a configuration of attention's reproducible kernel.
+
+    Keys of a tile, keys of a block, and which rows a warp takes of a product: several warps that
+    share a row split its sums, and tiles of fewer than 64 rows take other products on Hopper. How
+    many such rows there are, stages and registers change no bits.
+
+    >>> names = "BM", "BN", "warps", "piece"
+    >>> order_of_sums(dict(zip(names, (64, 32, 4, 1024)))), order_of_sums(
+    ...     dict(zip(names, (128, 32, 8, 1024)))
+    ... )
+    ((32, 1024, 16, 64), (32, 1024, 16, 64))
+    """
+    rows = fields["BM"]
+    return fields["BN"], fields["piece"], rows // fields["warps"], min(rows, 64)
+
+
 FREE = {"stages": 1, "resident": 1, "unroll": 1, "piece": 0, "registers": 0}
 """Fields of configurations that need be no powers of two, and the least that they may be."""
 MOST_WARPS = 32
 
 
-def _configuration(fields: _Fields, kernel: Kernel) -> Any:
-    """A configuration that its kernel can be built with."""
-    kind = kernel.configuration
-    found = _integers(fields, tuple(field.name for field in dataclasses.fields(kind)), least=0)
+def _configuration(fields: _Fields, kernel: Kernel) -> dict[str, int]:
+    """The fields of a configuration that its kernel can be built with."""
+    found = _integers(fields, kernel.fields, least=0)
     for name, value in found.items():
         if value < FREE.get(name, 1):
             raise fields.wrong(name, f"at least {FREE.get(name, 1)}", value)
@@ -340,7 +387,7 @@ def _configuration(fields: _Fields, kernel: Kernel) -> Any:
             raise fields.wrong(name, f"at most {MOST_WARPS}", value)
     if found.get("piece", 0) % found.get("BN", 1):
         raise fields.wrong("piece", f"whole tiles of BN = {found['BN']} keys", found["piece"])
-    return kind(**found)
+    return found
 
 
 def _no_number(word: str) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from headstart.runtime.launcher import target_of
 from headstart.runtime.rehearsal import current_rehearsal
-from headstart.runtime.table_files import Device, Key, Table, together
+from headstart.runtime.table_files import Device, Key, Row, Table, shown_fields, together
 
 VARIABLE = "HEADSTART_TABLES"
 FOLDER = Path(__file__).parents[1] / "tables"
@@ -57,8 +57,12 @@ def configuration(key: Key, device: torch.device, rule: Callable[[], C]) -> C:
     >>> configuration(key, torch.device("meta"), lambda: "by rule")
     'by rule'
     """
-    rows = _using.get()
-    found = (rows_of(device) if rows is None else rows).get(key)
+    given = _using.get()
+    if given is None:
+        row = rows_of(device).get(key)
+        found = None if row is None else row.configuration
+    else:
+        found = given.get(key)
     if found is None:
         found = rule()
     if (rehearsal := current_rehearsal()) is not None:
@@ -70,13 +74,13 @@ _using: ContextVar[Mapping[Key, Any] | None] = ContextVar("using", default=None)
 
 
 @contextmanager
-def using(rows: Mapping[Key, Any]) -> Iterator[None]:
-    """Within this context these rows are all that there are, whatever tables say.
+def using(configurations: Mapping[Key, Any]) -> Iterator[None]:
+    """Within this context these configurations are all that there are, whatever tables say.
 
     Calls that repeat earlier ones (`runtime/steady.py`) ask for no configuration any more: whoever
     compares configurations takes the long way, `dispatch.run`.
     """
-    token = _using.set(rows)
+    token = _using.set(configurations)
     try:
         yield
     finally:
@@ -94,8 +98,8 @@ def device_of(device: torch.device) -> Device | None:
 
 
 @functools.cache
-def rows_of(device: torch.device) -> Mapping[Key, Any]:
-    """Configurations by key: a user's tables for this device, then the package's.
+def rows_of(device: torch.device) -> Mapping[Key, Row]:
+    """Rows by key: a user's tables for this device, then the package's.
 
     Raises ValueError for a file that is damaged or contradicts itself or another, and where
     HEADSTART_TABLES names files of which none is for this device.
@@ -104,7 +108,7 @@ def rows_of(device: torch.device) -> Mapping[Key, Any]:
     if kind is None:
         return {}
     packaged = packaged_table(kind)
-    rows = {} if packaged is None else packaged.configurations
+    rows = {} if packaged is None else packaged.by_key
     listed = user_tables()
     fitting = [table for table in listed if table.device == kind]
     if listed and not fitting:
@@ -112,9 +116,16 @@ def rows_of(device: torch.device) -> Mapping[Key, Any]:
         raise ValueError(f"{VARIABLE}: expected a table for {kind}, but {there}")
     own = together(fitting)
     for key in own.keys() & rows.keys():
-        if own[key] != rows[key]:
-            LOG.info("%s: %s: %s in place of %s", VARIABLE, key, own[key], rows[key])
+        mine, theirs = own[key].fields, rows[key].fields
+        if mine != theirs:
+            words = shown_fields(mine), shown_fields(theirs)
+            LOG.info("%s: %s: %s in place of %s", VARIABLE, key, *words)
     return rows | own
+
+
+def configurations_of(rows: Mapping[Key, Row]) -> dict[Key, Any]:
+    """The configurations of rows, for which their kernels' modules are imported."""
+    return {key: row.configuration for key, row in rows.items()}
 
 
 def packaged_table(device: Device) -> Table | None:

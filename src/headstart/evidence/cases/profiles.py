@@ -25,7 +25,7 @@ from headstart.runtime.bundle_programs import Program, programs_of
 from headstart.runtime.declined import Declined
 from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import Target
-from headstart.runtime.tables import Key, tables_for, using
+from headstart.runtime.tables import Key, configurations_of, tables_for, using
 
 CATALOGUE = "catalogue"
 
@@ -249,7 +249,7 @@ def reach(
     every table for the target.
     """
     if tables is None:
-        tables = [{}, *(table.configurations for table in tables_for(target.name))]
+        tables = [{}, *(configurations_of(table.by_key) for table in tables_for(target.name))]
     found = Reach({}, {}, {})
     for name, case in [(model, case) for model in names or PROFILES for case in profile(model)]:
         asked: dict[Key, Any] = {}

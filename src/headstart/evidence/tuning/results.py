@@ -220,9 +220,9 @@ class Found:
         others = [trial for trial in self.ranked if trial is not chosen]
         second = None
         if others:
-            second = RunnerUp(others[0].configuration, others[0].mean / chosen.mean)
+            second = RunnerUp(asdict(others[0].configuration), others[0].mean / chosen.mean)
         times = {name: one.milliseconds for name, one in chosen.measured.items()}
-        return Row(self.key, chosen.configuration, times, second, triton, date)
+        return Row(self.key, asdict(chosen.configuration), times, second, triton, date)
 
 
 def changes(rule: Mapping[str, int], other: Mapping[str, int]) -> str:
