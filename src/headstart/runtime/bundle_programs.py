@@ -167,16 +167,22 @@ def program(
     return Program(kernel, target, kind(kernel, signature, constants, attrs), options, slot, device)
 
 
-def programs_of(rehearsal: Rehearsal) -> dict[str, Program]:
-    """The programs that a rehearsal launched, by key."""
-    return {
-        found.key: found
-        for launch in rehearsal.launches
-        for found in [_rehearsed(launch, rehearsal.target)]
-    }
+def programs_of(rehearsal: Rehearsal, known: Known | None = None) -> dict[str, Program]:
+    """The programs that a rehearsal launched, by key.
+
+    known: those of earlier rehearsals of one target; what is found is added.
+    """
+    known = {} if known is None else known
+    found = (_rehearsed(launch, rehearsal.target, known) for launch in rehearsal.launches)
+    return {program.key: program for program in found}
 
 
-def _rehearsed(launch: Launch, target: Target) -> Program:
+Known = dict[tuple[int, str], Program]
+"""By the kernel's id and slot: most launches are alike, and a key takes much longer to find than a
+slot. (Triton parses a kernel and all that it calls for its hash.)"""
+
+
+def _rehearsed(launch: Launch, target: Target, known: Known) -> Program:
     """What Triton's `run` makes of a launch before it compiles, without a driver."""
     from triton import knobs
     from triton.runtime.jit import compute_cache_key
@@ -189,10 +195,13 @@ def _rehearsed(launch: Launch, target: Target) -> Program:
     }
     bound, specialization, rest = _binder(kernel, target)(**launch.arguments, **given)
     slot = compute_cache_key({}, specialization, rest)
-    options, signature, constants, attrs = kernel._pack_args(
-        backend, {**launch.arguments, **given}, bound, specialization, rest
-    )
-    return program(kernel, backend.target, signature, constants, attrs, options, slot)
+    if (found := known.get((id(kernel), slot))) is None:
+        options, signature, constants, attrs = kernel._pack_args(
+            backend, {**launch.arguments, **given}, bound, specialization, rest
+        )
+        found = program(kernel, backend.target, signature, constants, attrs, options, slot)
+        known[id(kernel), slot] = found
+    return found
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from headstart.evidence.cases.delta_block import DeltaBlockCase
 from headstart.evidence.cases.extend_attention import NOSINK, AttentionCase
 from headstart.evidence.cases.gated_delta_rule import CHUNK, DeltaCase
 from headstart.evidence.cases.record import Case, Draws
-from headstart.runtime.bundle_programs import Program, programs_of
+from headstart.runtime.bundle_programs import Known, Program, programs_of
 from headstart.runtime.declined import Declined
 from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import Target
@@ -251,19 +251,20 @@ def reach(
     if tables is None:
         tables = [{}, *(configurations_of(table.by_key) for table in tables_for(target.name))]
     found = Reach({}, {}, {})
+    known: Known = {}
     for name, case in [(model, case) for model in names or PROFILES for case in profile(model)]:
-        asked: dict[Key, Any] = {}
-        for i, rows in enumerate(tables):
-            if i and all(rows.get(key, answer) == answer for key, answer in asked.items()):
-                continue  # nothing that the first one does not launch
-            with using(rows), rehearsing(target, processors or PROCESSORS[target.name]) as run:
-                for call in calls(case):
+        for call in calls(case):
+            asked: dict[Key, Any] = {}
+            for i, rows in enumerate(tables):
+                if i and all(rows.get(key, answer) == answer for key, answer in asked.items()):
+                    continue  # nothing that the first one does not launch
+                with using(rows), rehearsing(target, processors or PROCESSORS[target.name]) as run:
                     try:
                         call()
                     except Declined as sentences:
                         found.declined[f"{name}: {case.id}"] = str(sentences)
-            asked = asked or run.asked
-            for key, program in programs_of(run).items():
-                found.programs.setdefault(key, program)
-                found.asked.setdefault(key, f"{name}: {case.id}")
+                asked = asked or run.asked
+                for key, program in programs_of(run, known).items():
+                    found.programs.setdefault(key, program)
+                    found.asked.setdefault(key, f"{name}: {case.id}")
     return found
