@@ -188,7 +188,9 @@ def test_calls_that_are_alike_share_one_program(driver):
             later = schedule.update_([1, 1], start_positions=positions)
             call = rows(2), {"schedule": later, "state": cache().at(slots)}
             rule(call, "hopper")
-    assert [prepared is not None for prepared in RULE.prepared.values()] == [True]
+    (group,) = RULE.prepared.values()
+    assert len(group) == 1
+    assert group.last is not None
 
 
 def test_what_a_signature_holds_tells_calls_apart(driver, monkeypatch):
@@ -234,6 +236,33 @@ def test_what_a_signature_holds_tells_calls_apart(driver, monkeypatch):
         _, found = launched(driver, call, "triton")
         assert is_steady(driver)
         assert found == the_long_way(monkeypatch, driver, call, "triton")[1]
+
+
+def test_calls_that_differ_in_layouts_alone_may_take_turns(driver, monkeypatch):
+    calls = [
+        (tensors, {"schedule": on([64])}) for tensors in (rows(64), packed(64), rows(64, HV=8))
+    ]
+    for call in calls:
+        launched(driver, call, "triton")
+    for _ in range(2):
+        for call in calls:
+            _, found = launched(driver, call, "triton")
+            assert is_steady(driver)
+            assert found == the_long_way(monkeypatch, driver, call, "triton")[1]
+    assert [len(group) for group in RULE.prepared.values()] == [3]
+
+
+def test_a_mode_of_gradients_or_inference_is_no_other_signature(driver):
+    tensors = rows(64)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for _ in range(2):
+            del driver.launched[:]
+            with mode():
+                headstart.gated_delta_rule(*tensors, schedule=on([64]), implementation="triton")
+                (group,) = RULE.prepared.values()
+                assert group.last.guard(*tensors)
+    assert is_steady(driver)
+    assert len(group) == 1
 
 
 def test_memory_that_is_shared_or_not_aligned_is_another_signature(driver, monkeypatch):
@@ -459,6 +488,7 @@ def test_calls_are_counted_either_way(driver):
 def test_threads_share_programs(driver):
     call, failed = CALLS["a cache"](), []
     rule(call, "hopper")
+    before = dispatch.served["gated_delta_rule", "hopper"]
 
     def work():
         try:
@@ -473,7 +503,8 @@ def test_threads_share_programs(driver):
     for thread in threads:
         thread.join()
     assert not failed
-    assert len(RULE.prepared) == 1
+    assert dispatch.served["gated_delta_rule", "hopper"] == before + 8 * 50
+    assert [len(group) for group in RULE.prepared.values()] == [1]
 
 
 def test_a_captured_call_is_not_remembered(driver, monkeypatch):
@@ -516,7 +547,7 @@ def test_so_is_one_that_takes_arguments_in_a_tuple(driver, monkeypatch):
     RULE.prepared.clear()
     monkeypatch.setattr(fake_driver.FakeLauncher, "__call__", together)
     rule(call, "triton")
-    assert list(RULE.prepared.values()) == [None]
+    assert [(len(group), group.last) for group in RULE.prepared.values()] == [(1, None)]
 
 
 @pytest.mark.parametrize("name", ["plain", "a cache"])

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -20,14 +20,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from headstart.runtime.checks import expect_choice, shown
 from headstart.runtime.declined import Declined
 from headstart.runtime.launcher import capturing
+from headstart.runtime.layouts import ADDRESS, key_of
 from headstart.runtime.precision import full_float32
 from headstart.runtime.record import recording
 from headstart.runtime.rehearsal import current_rehearsal
-from headstart.runtime.steady import SIGNATURES, Prepared, addresses_of, memory
+from headstart.runtime.steady import SIGNATURES, Group, Prepared
 from headstart.runtime.workspace import Workspace
 
 
@@ -68,8 +70,8 @@ class Operation:
     places: implementation name -> "module:attribute", loaded at first use.
     written: of each result of a call, the rows that kernels write; those past them are zeros.
     changed: arguments that a call changes, which must lie apart from all others.
-    prepared: how calls whose signature was seen before are computed, by signature; None: the long
-    way (see `runtime/steady.py`).
+    prepared: how calls whose signature was seen before are computed, by facts and implementation
+    asked for (see `runtime/steady.py`).
     """
 
     name: str
@@ -79,7 +81,7 @@ class Operation:
     written: Callable[[Any], tuple[int, ...]] | None = None
     changed: Callable[[Any], tuple[torch.Tensor, ...]] = lambda call: ()
     loaded: dict[str, Implementation] = field(default_factory=dict, compare=False)
-    prepared: dict[Hashable, Prepared | None] = field(default_factory=dict, compare=False)
+    prepared: dict[Hashable, Group] = field(default_factory=dict, compare=False)
 
     def implementation(self, name: str) -> Implementation:
         """The implementation called `name`; Declined if the operation has none of that name."""
@@ -94,8 +96,30 @@ class Operation:
 
 _OPERATIONS: dict[str, Operation] = {}
 
-served: Counter[tuple[str, str]] = Counter()
-"""How many calls each (operation, implementation) has served in this process."""
+
+class Served:
+    """How many calls each (operation, implementation) has served in this process.
+
+    Counted without a lock, by iterators whose step no other thread divides.
+
+    >>> served["gated_delta_rule", "nobody"]
+    0
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[str, str], itertools.count[int]] = {}
+
+    def counter(self, by: tuple[str, str]) -> Iterator[int]:
+        """What is stepped once for each call."""
+        return self._counters.setdefault(by, itertools.count())
+
+    def __getitem__(self, by: tuple[str, str]) -> int:
+        found = self._counters.get(by)
+        # "count(3)": nothing else tells where it stands and leaves it there.
+        return 0 if found is None else int(repr(found)[len("count(") : -1])
+
+
+served = Served()
 
 _watchers: ContextVar[tuple[list[tuple[str, str]], ...]] = ContextVar("watchers", default=())
 _lock = threading.Lock()
@@ -172,14 +196,14 @@ def _rehearse(operation: Operation, call: Call, name: str | None) -> Any:
 
 
 def _count(served_by: tuple[str, str]) -> None:
-    with _lock:
-        served[served_by] += 1
+    next(served.counter(served_by))
     for watcher in _watchers.get():
         watcher.append(served_by)
 
 
-Signature = tuple[Hashable, list[torch.Tensor]]
-"""Host facts of a call and its tensors in a fixed order, those of the call's device first."""
+Signature = tuple[Hashable, list[torch.Tensor], list[torch.Tensor]]
+"""Host facts of a call, and its tensors in a fixed order: those whose layouts are facts too, of the
+call's device the first, and those of whose layouts the other facts tell."""
 NAMED = (str, type(None))
 NUMBERS = (float, int, type(None))
 """Types that a signature holds as they are: words and numbers, no flag among them."""
@@ -193,7 +217,7 @@ def again(
     signature: Signature,
     name: str | None,
     workspace: Workspace | None = None,
-    among: dict[Hashable, Prepared | None] | None = None,
+    among: dict[Hashable, Group] | None = None,
     schedule: Any = None,
 ) -> Any:
     """The result of a call, computed as an earlier one of its signature; MISSED: it needs `anew`.
@@ -201,19 +225,30 @@ def again(
     among: what was prepared, if the operation does not keep it itself (see `anew`). schedule: of
     the call, if kernels read its tables.
     """
-    facts, tensors = signature
-    if type(name) not in NAMED:
+    facts, rows, held = signature
+    if name is not None and type(name) is not str:
         return MISSED
+    group = (operation.prepared if among is None else among).get((facts, name))
+    if group is None:
+        return MISSED
+    tensors, prepared = rows + held, group.last
+    if prepared is None or forward_ad._current_level >= 0 or not prepared.guard(*rows):
+        prepared = group.find(rows, tensors)
+        if prepared is None:
+            return MISSED
     try:
-        addresses = addresses_of(tensors)
-    except RuntimeError:
+        addresses = list(map(ADDRESS, tensors))
+    except RuntimeError:  # one of those held is sparse
         return MISSED
-    known = operation.prepared if among is None else among
-    prepared = known.get((facts, name, memory(addresses)))
-    if prepared is None or not prepared.fits(addresses):
-        return MISSED
+    if not prepared.fits(addresses):
+        prepared = group.find(rows, tensors)
+        if prepared is None or not prepared.fits(addresses):
+            return MISSED
     result = prepared.run(tensors, addresses, workspace, schedule)
-    _count((operation.name, prepared.implementation))
+    next(prepared.served)
+    if watchers := _watchers.get():
+        for watcher in watchers:
+            watcher.append((operation.name, prepared.implementation))
     return result
 
 
@@ -222,7 +257,7 @@ def anew(
     signature: Signature | None,
     call: Call,
     name: str | None,
-    among: dict[Hashable, Prepared | None] | None = None,
+    among: dict[Hashable, Group] | None = None,
     kept: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Any:
     """Compute a bound call, and remember how if it has a signature that was not seen before.
@@ -234,10 +269,12 @@ def anew(
     """
     if signature is None or operation.written is None or type(name) not in NAMED:
         return run(operation, call, name)
-    facts, tensors = signature
-    key = facts, name, memory(addresses_of(tensors))
+    facts, rows, held = signature
+    tensors = rows + held
+    key = key_of(rows, tensors)
     known = operation.prepared if among is None else among
-    if key in known or capturing(call.device):
+    group = known.get((facts, name))
+    if key is None or capturing(call.device) or (group is not None and key in group):
         return run(operation, call, name)
     with recording() as record, watching() as ran:
         result = run(operation, call, name)
@@ -245,6 +282,8 @@ def anew(
         prepared = Prepared(
             record,
             ran[-1][1],
+            served.counter(ran[-1]),
+            rows,
             tensors,
             result,
             operation.written(call),
@@ -254,9 +293,12 @@ def anew(
     except LookupError:
         prepared = None
     with _lock:
-        while len(known) >= SIGNATURES:
-            del known[next(iter(known))]
-        known[key] = prepared
+        group = known.get((facts, name))
+        if group is None:
+            while len(known) >= SIGNATURES:
+                del known[next(iter(known))]
+            group = known[facts, name] = Group()
+        group.add(key, prepared)
     return result
 
 

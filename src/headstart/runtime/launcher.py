@@ -201,6 +201,29 @@ class HostInts(tuple[int, ...]):
         return Listed(min(self, default=0), max(self, default=-1), used, distinct)
 
     @functools.cached_property
+    def suited(self) -> set[tuple[int, int, bool]]:
+        """What `suit` was asked and affirmed, for those who ask it in every call."""
+        return set()
+
+    def suit(self, entries: int, limit: int, written: bool) -> bool:
+        """Whether these are slots of so many sequences in a pool of `limit`, distinct if written.
+
+        >>> HostInts([3, 3]).suit(2, 4, False), HostInts([3, 3]).suit(2, 4, True)
+        (True, False)
+        """
+        listed = self.listed
+        suited = (
+            listed is not None
+            and len(self) == entries
+            and listed.least >= -1
+            and listed.most < limit
+            and (listed.distinct or not written)
+        )
+        if suited:
+            self.suited.add((entries, limit, written))
+        return suited
+
+    @functools.cached_property
     def _copies(self) -> dict[tuple[torch.device, int], torch.Tensor]:
         return {}
 

@@ -4,9 +4,11 @@ The arguments of a call are checked, and its launches worked out, once for a sig
 every host fact that either depends on (shapes, strides, dtypes, devices, alignment, flags, which
 arguments share memory; never a length that a table on the device holds). Such a call is recorded.
 A later call of the same signature differs in the addresses of its tensors alone, so it takes the
-compiled kernels straight to the driver's launcher, each with one tuple of arguments.
+compiled kernels straight to the driver's launcher, each with one tuple of arguments. Layouts are
+not read one by one where tensors are like those of the last call of the same facts: a function of
+PyTorch's, the guard of compiled graphs, tells.
 
-    seen = signature(q, ...)  # (facts, tensors); None: this call always goes the long way
+    seen = signature(q, ...)  # facts and tensors; None: this call always goes the long way
     if seen is not None:
         result = dispatch.again(OPERATION, seen, name)
         if result is not dispatch.MISSED:
@@ -24,17 +26,17 @@ belong to the workspace that holds it.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter, or_
+from functools import partial, reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
+from headstart.runtime.layouts import USUAL, addresses_of, guard_of, key_of, memory
 from headstart.runtime.record import Launched, Record
 from headstart.runtime.workspace import Workspace, workspace_of
 
@@ -216,8 +218,8 @@ class Program:
     """
 
     __slots__ = (
-        "_described", "_hooks", "_knobs", "_launches", "_numbers", "_scratch_described", "driver",
-        "scratch",
+        "_after", "_before", "_described", "_encoders", "_heard", "_knobs", "_launches", "_maps",
+        "_numbers", "_scratch_described", "driver", "scratch",
     )  # fmt: skip
 
     def __init__(self, record: Record, addresses: Sequence[int], kept: Sequence[int]) -> None:
@@ -237,33 +239,50 @@ class Program:
             (handle.launch, itemgetter(*map(places.index, listed)), last)
             for handle, (listed, last) in zip(handles, split, strict=True)
         )
-        self._described = tuple((i, encode, {}) for i, encode in places.described)
+        self._encoders = tuple(encode for _, encode in places.described)
+        self._maps: tuple[dict[int, Any], ...] = tuple({} for _ in self._encoders)
+        self._described = _picker([i for i, _ in places.described])
         self._scratch_described = tuple(places.scratch_described)
         self._numbers = tuple(places.numbers)
         self._knobs = knobs.runtime
-        self._hooks = tuple(launched.kernel.pre_run_hooks for launched in record.launches)
+        self._before = self._knobs.launch_enter_hook
+        self._after = self._knobs.launch_exit_hook
+        # Lists, to which hooks may be added later.
+        self._heard = [launched.kernel.pre_run_hooks for launched in record.launches]
+        self._heard += [x.calls for x in (self._before, self._after) if hasattr(x, "calls")]
 
     def heard(self) -> bool:
         """Whether somebody listens to launches: then they go the long way, which tells all."""
-        before, after = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
-        if getattr(before, "calls", before) or getattr(after, "calls", after):
+        knobs = self._knobs
+        if any(self._heard):
             return True
-        return any(self._hooks)
+        before, after = knobs.launch_enter_hook, knobs.launch_exit_hook
+        if before is self._before and after is self._after:
+            return False
+        return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
     def run(self, stream: int, addresses: list[int], workspace: Workspace | None) -> None:
         """Launch on the current device; workspace: of this device and stream."""
         values: list[Any] = [stream, *addresses]
-        for i, encode, maps in self._described:
-            address = addresses[i]
-            found = maps.get(address)
-            if found is None:
-                if len(maps) >= MAPS:
-                    maps.clear()
-                found = maps[address] = encode(address)
-            values.append(found)
+        if self._maps:
+            described = self._described(addresses)
+            found = list(map(dict.get, self._maps, described))
+            values += found if all(found) else self._encoded(described)
         values += self._numbers if workspace is None else self._fixed(workspace)
         for launch, pick, last in self._launches:
             launch(*(pick(values) + last))  # one tuple, which is handed on as it is
+
+    def _encoded(self, addresses: tuple[int, ...]) -> list[Any]:
+        """Descriptors of what lies at these addresses, some of them new."""
+        found = []
+        for encode, maps, address in zip(self._encoders, self._maps, addresses, strict=True):
+            there = maps.get(address)
+            if there is None:
+                if len(maps) >= MAPS:
+                    maps.clear()
+                there = maps[address] = encode(address)
+            found.append(there)
+        return found
 
     def _fixed(self, workspace: Workspace) -> tuple[Any, ...]:
         """What stays as long as the scratch lies where it lies, which its workspace knows."""
@@ -280,36 +299,63 @@ class Program:
         return fixed
 
 
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes the items at these places of a list."""
+    if len(places) == 1:
+        return lambda items: (items[places[0]],)
+    return itemgetter(*places) if places else lambda items: ()
+
+
 class Output(NamedTuple):
     """A result that every call makes anew.
 
-    place: where it stands among the results. like: the tensor of the call that it is laid out like;
-    None: none is. written: rows that kernels write, those past them being zeros; None: all.
+    place: where it stands among the results. like: the tensor of the call that it is laid out like
+    and that has no more rows than kernels write; None: none is. make: makes it in that case.
     """
 
     place: int
     like: int | None
+    make: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A result that is laid out like no tensor of the call, or has rows that no kernel writes.
+
+    written: rows that kernels write, those past them being zeros.
+    """
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    written: int | None
+    device: torch.device
+    written: int
+
+    def __call__(self) -> torch.Tensor:
+        x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        if self.written < self.shape[0]:
+            x[self.written :].zero_()
+        return x
 
 
 class Prepared:
     """How calls of one signature are computed.
 
-    implementation: whose launches these are.
+    guard: whether the tensors of another call, those whose layouts are facts, are laid out like
+    those of this one. implementation: whose launches these are. served: counts its calls.
     """
 
     __slots__ = (
-        "_apart", "_build", "_device", "_given", "_outputs", "_returned", "_several", "_tables",
-        "implementation", "program",
+        "_apart", "_build", "_device", "_given", "_memory", "_outputs", "_returned", "_several",
+        "_stream", "_tables", "guard", "implementation", "program", "served",
     )  # fmt: skip
 
     def __init__(
         self,
         record: Record,
         implementation: str,
+        served: Iterator[int],
+        rows: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         result: Any,
         written: Sequence[int],
@@ -318,27 +364,31 @@ class Prepared:
     ) -> None:
         """From a call's record, its tensors and its result; raises LookupError if it is of no use.
 
-        written: of each result, the rows that kernels write. changed: tensors that must lie apart
-        from all others, beside results. kept: further tensors that kernels read, which stay where
-        they are.
+        rows: those of the tensors whose layouts are facts. written: of each result, the rows that
+        kernels write. changed: tensors that must lie apart from all others, beside results. kept:
+        further tensors that kernels read, which stay where they are.
         """
         if not record.launches or any(run.compiled is None for run in record.launches):
             raise LookupError("a kernel")
         results: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-        self._build = getattr(type(result), "_make", tuple if results is result else _alone)
-        self.implementation, self._device = implementation, tensors[0].device
+        # What a named tuple's `_make` ends in.
+        self._build = partial(tuple.__new__, type(result)) if results is result else _alone
+        self.guard = guard_of(rows)
+        self.implementation, self.served = implementation, served
+        self._device = tensors[0].device
         self._several = self._device.type == "cuda" and torch.cuda.device_count() > 1
         addresses = addresses_of(tensors)
+        self._memory = memory(addresses)
         returned: list[tuple[int, int]] = []
         outputs: list[Output] = []
-        for place, (x, rows) in enumerate(zip(results, written, strict=True)):
+        for place, (x, count) in enumerate(zip(results, written, strict=True)):
             at = [i for i, given in enumerate(tensors) if given is x]
             if at:
                 returned.append((place, at[0]))
             elif x is not None:
-                part = rows if rows < x.shape[0] else None
+                make = _Made(tuple(x.shape), x.stride(), x.dtype, x.device, count)
                 like = next((i for i, given in enumerate(tensors) if _alike(given, x)), None)
-                outputs.append(Output(place, like, tuple(x.shape), x.stride(), x.dtype, part))
+                outputs.append(Output(place, like if count >= x.shape[0] else None, make))
                 addresses.append(x.data_ptr())
         self._given, self._outputs = tuple(returned), tuple(outputs)
         self._returned: list[torch.Tensor | None] = [None] * len(results)
@@ -360,6 +410,7 @@ class Prepared:
             self._tables.append((build, shifts))
             addresses += [begin + shift for shift in shifts]
         self.program = Program(record, addresses, addresses_of(kept))
+        self._stream = partial(self.program.driver.get_current_stream, self._device.index)
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether a call may go this way: nobody listens, and no output lies in another tensor.
@@ -367,6 +418,11 @@ class Prepared:
         Tensors that lie to each other as in the call that was checked are apart as they were; of
         any others whose ranges meet, the long way tells columns of the same rows from a mistake.
         """
+        if reduce(or_, addresses) & 15 or len({*addresses}) < len(addresses):
+            if self._memory != memory(addresses):
+                return False
+        elif self._memory != USUAL:
+            return False
         for i, j, size, other, shift in self._apart:
             found = addresses[j] - addresses[i]
             if found != shift and found < size and -found < other:
@@ -382,23 +438,16 @@ class Prepared:
     ) -> Any:
         """The result of a call; workspace None: that of this thread and stream."""
         program, device = self.program, self._device
-        driver = program.driver
-        if self._several and driver.get_current_device() != device.index:
+        if self._several and program.driver.get_current_device() != device.index:
             with torch.cuda.device(device):
                 return self.run(tensors, addresses, workspace, schedule)
-        stream = driver.get_current_stream(device.index)
+        stream = self._stream()
         results = self._returned.copy()
         for place, i in self._given:
             results[place] = tensors[i]
-        for place, like, shape, strides, dtype, written in self._outputs:
+        for place, like, make in self._outputs:
             # Each takes half the time of the next, the last being `empty`: nothing is parsed.
-            if like is not None:
-                x = torch.empty_like(tensors[like])
-            else:
-                x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            if written is not None:
-                x[written:].zero_()
-            results[place] = x
+            x = results[place] = make() if like is None else torch.empty_like(tensors[like])
             addresses.append(x.data_ptr())
         if self._tables:
             addresses += schedule.found.get(self) or self._look_up(schedule)
@@ -448,52 +497,36 @@ def _bytes(x: torch.Tensor) -> int:
     return (reach + 1) * x.element_size()
 
 
-TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_GRADED = attrgetter("requires_grad")
+class Group:
+    """How calls of the same facts are computed, by the layouts and the memory of their tensors.
 
-
-def plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are tensors, none of which needs a gradient now or may carry a tangent.
-
-    >>> plain([torch.zeros(2)]), plain([[0.0, 0.0]])
-    (True, False)
+    last: what the last of them took. A call that cannot be repeated stands as None.
     """
-    if not TENSORS.issuperset(map(type, tensors)) or forward_ad._current_level >= 0:
-        return False
-    return not torch.is_grad_enabled() or not any(map(_GRADED, tensors))
 
+    __slots__ = ("_prepared", "last")
 
-def layouts(tensors: Sequence[Any]) -> list[Any] | None:
-    """What signatures hold of tensors, beside addresses.
+    def __init__(self) -> None:
+        self._prepared: dict[Hashable, Prepared | None] = {}
+        self.last: Prepared | None = None
 
-    None where they are none, have no strides, or one of them needs a gradient now. An index tells
-    devices apart, since a process has one kind of accelerator.
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._prepared
 
-    >>> layouts([torch.zeros(2, 3), [0.0]]), layouts([torch.zeros(2, 3).to_sparse_csr()])
-    (None, None)
-    """
-    if not plain(tensors):
-        return None
-    try:
-        return [(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
-    except RuntimeError:
-        return None
+    def __len__(self) -> int:
+        return len(self._prepared)
 
+    def add(self, key: Hashable, prepared: Prepared | None) -> None:
+        """Keep what calls of this key take, and no more than SIGNATURES of them."""
+        while len(self._prepared) >= SIGNATURES:
+            del self._prepared[next(iter(self._prepared))]
+        self._prepared[key] = self.last = prepared
 
-def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where tensors begin; RuntimeError where one is sparse."""
-    return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def memory(addresses: list[int]) -> tuple[Any, Any]:
-    """What a signature holds of addresses: which are aligned to 16 bytes, and which are the same.
-
-    >>> memory([32, 64]), memory([32, 40, 32])
-    ((None, None), ((0, 8, 0), (0, 1, 0)))
-    """
-    aligned = (
-        None if not functools.reduce(or_, addresses) & 15 else tuple(x & 15 for x in addresses)
-    )
-    if len({*addresses}) == len(addresses):
-        return aligned, None
-    return aligned, tuple(map(addresses.index, addresses))
+    def find(self, rows: Sequence[Any], tensors: Sequence[Any]) -> Prepared | None:
+        """What a call takes that is not like the last one."""
+        key = key_of(rows, tensors)
+        found = None if key is None else self._prepared.get(key)
+        if found is not None:
+            self.last = found
+            if not found.guard(*rows):  # it looks at the mode of gradients and of inference too
+                found.guard = guard_of(rows)
+        return found

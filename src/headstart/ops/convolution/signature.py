@@ -10,11 +10,14 @@ from torch import Tensor
 from headstart.ops.convolution.torch_op import NAMES
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.schedule import Schedule
-from headstart.ops.gated_delta_rule.signature import REFUSED, snapshot_facts, state_facts
-from headstart.runtime import launcher
-from headstart.runtime.checks import checking
+from headstart.ops.gated_delta_rule.signature import (
+    REFUSED,
+    entries,
+    snapshot_facts,
+    state_facts,
+)
+from headstart.runtime import checks, launcher
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
-from headstart.runtime.steady import layouts
 
 used = itemgetter(*NAMES)
 """Those of a cache's tensors that the convolution uses."""
@@ -33,27 +36,27 @@ def convolution_signature(
         or type(activation) not in NAMED
         or (type(state) is CacheSlots and not state.cache.conv_channels)
         or (type(snapshots) is CacheSlots and not snapshots.cache.conv_channels)
-        or checking()
+        or checks.asked
     ):
         return None
-    tensors = [x, weight, *[given for given in (bias, out) if given is not None]]
-    of_rows = layouts(tensors)
+    rows, held = [x, weight], []
+    if bias is not None:
+        rows.append(bias)
+    if out is not None:
+        rows.append(out)
     step = schedule.facts
-    count, _, kept, _, _, capacity = step
-    if capacity is not None:
-        count, _, kept = capacity
     of_state = of_snapshots = None
     if state is not None:
-        of_state = state_facts(state, count, x.device, tensors, used)
+        of_state = state_facts(state, entries(step, 0), rows, held, used)
     if snapshots is not None:
-        of_snapshots = snapshot_facts(snapshots, state, kept, x.device, tensors, used)
-    if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
+        of_snapshots = snapshot_facts(snapshots, state, entries(step, 2), rows, held, used)
+    if of_state is REFUSED or of_snapshots is REFUSED:
         return None
     facts = (
         bias is None, out is None, return_state, activation, schedule.device, step,
-        of_state, of_snapshots, *of_rows,
+        of_state, of_snapshots,
     )  # fmt: skip
-    return facts, tensors
+    return facts, rows, held
 
 
 def norm_signature(x: Any, weight: Any, gate: Any, eps: Any, activation: Any) -> Signature | None:
@@ -65,6 +68,4 @@ def norm_signature(x: Any, weight: Any, gate: Any, eps: Any, activation: Any) ->
         or type(activation) not in NAMED
     ):
         return None
-    tensors = [x, weight, gate]
-    of_rows = layouts(tensors)
-    return None if of_rows is None else ((eps, activation, *of_rows), tensors)
+    return (eps, activation), [x, weight, gate], []

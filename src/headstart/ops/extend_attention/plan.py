@@ -27,7 +27,7 @@ from headstart.runtime.checks import (
     shown,
 )
 from headstart.runtime.handles import Handled
-from headstart.runtime.steady import Prepared
+from headstart.runtime.steady import Group
 
 Ints = Sequence[int] | torch.Tensor
 
@@ -93,7 +93,7 @@ class ExtendPlan(Handled):
     device: torch.device
     _constructor: str
     tables: dict[Any, Any]
-    prepared: dict[Hashable, Prepared | None]
+    prepared: dict[Hashable, Group]
     _on_device: dict[Callable[[ExtendPlan], torch.Tensor], torch.Tensor]
     derived = ("tables", "prepared", "_on_device")
 

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from headstart.ops.extend_attention.kv_cache import KVCache
 from headstart.ops.extend_attention.plan import ExtendPlan
-from headstart.runtime import launcher
-from headstart.runtime.checks import checking
+from headstart.runtime import checks, launcher
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
-from headstart.runtime.steady import layouts, plain
 from headstart.runtime.workspace import Workspace
-
-CACHES = (KVCache, type(None))
 
 
 def signature(
@@ -40,25 +36,34 @@ def signature(
         or type(return_lse) is not bool
         or type(reproducible) is not bool
         or (workspace is not None and type(workspace) is not Workspace)
-        or checking()
+        or checks.asked
     ):
         return None
     o, lse = out if type(out) in (tuple, list) and len(out) == 2 else (out, None)
-    tensors = [x for x in (q, k, v, sinks, custom_mask, o, lse) if x is not None]
-    of_rows, of_cache = layouts(tensors), None
-    if of_rows is None or type(cache) not in CACHES:
-        return None
+    rows, of_cache = [q], None
+    if k is not None:
+        rows.append(k)
+    if v is not None:
+        rows.append(v)
+    if sinks is not None:
+        rows.append(sinks)
+    if custom_mask is not None:
+        rows.append(custom_mask)
+    if o is not None:
+        rows.append(o)
+    if lse is not None:
+        rows.append(lse)
     if cache is not None:
-        of_cache = cache.facts
-        if not plain(cache.tensors):
+        if type(cache) is not KVCache:
             return None
-        tensors += cache.tensors
+        of_cache = cache.facts
+        rows += cache.tensors
     facts = (
         k is None, v is None, sinks is None, custom_mask is None, o is None, lse is None,
         of_cache, scale, window, softcap, causal, part, return_lse,
-        reproducible, None if workspace is None else workspace.device, *of_rows,
+        reproducible, None if workspace is None else workspace.device,
     )  # fmt: skip
-    return facts, tensors
+    return facts, rows, []
 
 
 def write_signature(k: Any, v: Any, cache: Any, slots: Any) -> Signature | None:
@@ -68,12 +73,8 @@ def write_signature(k: Any, v: Any, cache: Any, slots: Any) -> Signature | None:
         or not launcher.prepares(k)
         or type(cache) is not KVCache
         or type(slots) is not Tensor
-        or slots.device != k.device
-        or checking()
+        or slots.get_device() != k.get_device()
+        or checks.asked
     ):
         return None
-    tensors = [k, v, slots]
-    of_rows = layouts(tensors)
-    if of_rows is None or not plain(cache.tensors):
-        return None
-    return (cache.facts, *of_rows), [*tensors, *cache.tensors]
+    return cache.facts, [k, v, slots, *cache.tensors], []

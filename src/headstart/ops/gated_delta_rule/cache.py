@@ -187,7 +187,7 @@ class DeltaCache:
         tensors = self.tensors.values()
         if len(held) != len(tensors) or not all(map(is_, held, tensors)):
             sizes = self.H, self.HV, self.K, self.V, self.conv_channels, self.conv_width
-            more = self.slots, self.per_channel, self.dtype, self.draft_tokens
+            more = self.slots, self.per_channel, self.dtype, self.draft_tokens, self.device
             strides = tuple((name, x.stride()) for name, x in self.tensors.items())
             kind = _kinds.setdefault((*sizes, *more, *strides), object())
             self._seen = tuple(tensors), kind

@@ -19,11 +19,10 @@ from headstart.ops.gated_delta_rule.gate import Gate
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.torch_op import NAMES
-from headstart.runtime import launcher
-from headstart.runtime.checks import INTEGERS, checking
+from headstart.runtime import checks, launcher
+from headstart.runtime.checks import INTEGERS
 from headstart.runtime.dispatch import NUMBERS, Signature
 from headstart.runtime.launcher import HostInts
-from headstart.runtime.steady import layouts
 from headstart.runtime.workspace import Workspace
 
 Tensors = list[Tensor]
@@ -44,94 +43,112 @@ def signature(
         or not launcher.prepares(q)
         or type(schedule) is not Schedule
         or type(gate) is not Gate
-        or type(scale) not in NUMBERS
-        or type(return_state) is not bool
-        or type(qk_l2norm) is not bool
+        or (scale is not None and type(scale) not in NUMBERS)
+        or (return_state is not False and return_state is not True)
+        or (qk_l2norm is not False and qk_l2norm is not True)
         or (reproducible is not None and type(reproducible) is not bool)
         or (workspace is not None and type(workspace) is not Workspace)
-        or checking()
+        or checks.asked
     ):
         return None
-    device = q.device
     a_log, dt_bias = gate.a_log, gate.dt_bias
-    tensors = [x for x in (q, k, v, g, beta, a_log, dt_bias, out) if x is not None]
-    of_rows = layouts(tensors)
-    drafts = state.cache.draft_tokens if type(state) is CacheSlots else 0
-    step = schedule.facts_beside(drafts)
-    count, _, kept, _, _, capacity, _, _ = step
-    if capacity is not None:
-        count, _, kept = capacity
+    rows, held = [q, k, v], []
+    if g is not None:
+        rows.append(g)
+    if beta is not None:
+        rows.append(beta)
+    if a_log is not None:
+        rows.append(a_log)
+    if dt_bias is not None:
+        rows.append(dt_bias)
+    if out is not None:
+        rows.append(out)
     of_state = of_snapshots = None
-    if state is not None:
-        of_state = state_facts(state, count, device, tensors, used)
+    if state is None:
+        step = schedule.facts_beside(0)
+    elif type(state) is Tensor:
+        step = schedule.facts_beside(0)
+        rows.append(state)
+        of_state = "tensor"
+    else:
+        step = schedule.facts_beside(state.cache.draft_tokens if type(state) is CacheSlots else 0)
+        of_state = state_facts(state, entries(step, 0), rows, held, used)
     if snapshots is not None:
-        of_snapshots = snapshot_facts(snapshots, state, kept, device, tensors, used)
-    if of_state is REFUSED or of_snapshots is REFUSED or of_rows is None:
+        of_snapshots = snapshot_facts(snapshots, state, entries(step, 2), rows, held, used)
+    if of_state is REFUSED or of_snapshots is REFUSED:
         return None
     facts = (
         g is None, beta is None, a_log is None, dt_bias is None, out is None,
         gate.kind, gate.beta, gate.lower_bound, return_state, scale, qk_l2norm, reproducible,
         None if workspace is None else workspace.device, schedule.device, step,
-        of_state, of_snapshots, *of_rows,
+        of_state, of_snapshots,
     )  # fmt: skip
-    return facts, tensors
+    return facts, rows, held
 
 
-def state_facts(
-    state: Any, entries: int, device: torch.device, tensors: Tensors, used: Used
-) -> Any:
+def entries(step: tuple, axis: int) -> int:
+    """Slots that a list for sequences (axis 0) or snapshots (axis 2) has, from a schedule's facts.
+
+    >>> entries(Schedule([3, 4], device="cpu", capacity=(8, 64, 1)).facts, 0)
+    8
+    """
+    capacity = step[5]
+    return step[axis] if capacity is None else capacity[axis]
+
+
+def state_facts(state: Any, entries: int, rows: Tensors, held: Tensors, used: Used) -> Any:
     """Facts of a state argument, whose tensors are appended; REFUSED: the long way.
 
     used: picks those of a cache's tensors that the operation uses.
     """
     if type(state) is CacheSlots:
         cache = state.cache
-        slots = slot_facts(state.slots, entries, cache.slots, device, tensors, written=True)
-        if slots is REFUSED:
-            return REFUSED
-        tensors += used(cache.tensors)
-        return cache.kind, cache.device, slots
+        slots = slot_facts(state.slots, entries, cache.slots, cache.device, held, written=True)
+        held += used(cache.tensors)
+        return REFUSED if slots is REFUSED else (cache.kind, slots)
     if type(state) is Tensor:
-        tensors.append(state)
-        of_state = layouts((state,))
-        return REFUSED if of_state is None else tuple(of_state)
-    if type(state) is not Pool or (of_pool := layouts((state.tensor,))) is None:
+        rows.append(state)
+        return "tensor"
+    if type(state) is not Pool or not isinstance(state.tensor, Tensor):
         return REFUSED
     read, write, limit = state.read_slots, state.write_slots, state.tensor.shape[0]
-    reads = slot_facts(read, entries, limit, device, tensors, written=write is None)
-    writes = slot_facts(write, entries, limit, device, tensors, written=True)
-    present = _present_facts(state.present, entries, device, tensors)
+    device = state.tensor.device
+    reads = slot_facts(read, entries, limit, device, held, written=write is None)
+    writes = slot_facts(write, entries, limit, device, held, written=True)
+    present = _present_facts(state.present, entries, device, held)
     if reads is REFUSED or writes is REFUSED or present is REFUSED:
         return REFUSED
     if not _apart(read, write) and read != write:
         return REFUSED  # the long way sees whether one sequence reads what another writes
-    tensors.append(state.tensor)
-    return "pool", state.layout, *of_pool, reads, writes, present
+    rows.append(state.tensor)
+    return "pool", state.layout, reads, writes, present
 
 
 def snapshot_facts(
-    place: Any, state: Any, entries: int, device: torch.device, tensors: Tensors, used: Used
+    place: Any, state: Any, entries: int, rows: Tensors, held: Tensors, used: Used
 ) -> Any:
     """Facts of a snapshots argument, beside that of the state; REFUSED: the long way."""
     if type(place) is torch.dtype:
         return place
     if type(place) is CacheSlots:
-        cache, slots, limit = place.cache, place.slots, place.cache.slots
-        held = used(cache.tensors)
-        same = type(state) is CacheSlots and _one(used(state.cache.tensors)[0], held[0])
+        cache, slots = place.cache, place.slots
+        limit, device = cache.slots, cache.device
+        those = used(cache.tensors)
+        same = type(state) is CacheSlots and _one(used(state.cache.tensors)[0], those[0])
         lists = (state.slots,) if same else ()
-        facts = cache.kind, cache.device, same
-    elif type(place) is Pool and (of_pool := layouts((place.tensor,))) is not None:
-        slots, limit = place.write_slots, place.tensor.shape[0]
+        facts = cache.kind, same
+        held += those
+    elif type(place) is Pool and isinstance(place.tensor, Tensor):
+        slots, limit, device = place.write_slots, place.tensor.shape[0], place.tensor.device
         same = type(state) is Pool and _one(state.tensor, place.tensor)
         lists = (state.read_slots, state.write_slots) if same else ()
-        facts, held = (place.layout, *of_pool, same), (place.tensor,)
+        facts = "pool", place.layout, same
+        rows.append(place.tensor)
     else:
         return REFUSED
-    found = slot_facts(slots, entries, limit, device, tensors, written=True)
+    found = slot_facts(slots, entries, limit, device, held, written=True)
     if slots is None or found is REFUSED or not all(_apart(slots, other) for other in lists):
         return REFUSED
-    tensors += held
     return *facts, found
 
 
@@ -142,13 +159,8 @@ def slot_facts(
     if slots is None:
         return None
     if type(slots) is HostInts:
-        listed = slots.listed
-        if (
-            listed is None
-            or len(slots) != entries
-            or listed.least < -1
-            or listed.most >= limit
-            or (written and not listed.distinct)
+        if (entries, limit, written) not in slots.suited and not slots.suit(
+            entries, limit, written
         ):
             return REFUSED
         tensors.append(slots.on_device(device))

@@ -1,0 +1,94 @@
+"""What signatures hold of tensors: how they are laid out, and which memory they share.
+
+See `runtime/steady.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from operator import attrgetter, or_
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+from torch.autograd import forward_ad
+
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+ADDRESS = torch.Tensor.data_ptr
+_GRADED = attrgetter("requires_grad")
+
+
+def plain(tensors: Sequence[Any]) -> bool:
+    """Whether these are tensors, none of which needs a gradient now or may carry a tangent.
+
+    >>> plain([torch.zeros(2)]), plain([[0.0, 0.0]])
+    (True, False)
+    """
+    if not TENSORS.issuperset(map(type, tensors)) or forward_ad._current_level >= 0:
+        return False
+    return not torch.is_grad_enabled() or not any(map(_GRADED, tensors))
+
+
+def layouts(tensors: Sequence[Any]) -> list[Any] | None:
+    """What signatures hold of tensors, beside addresses.
+
+    None where they are none, have no strides, or one of them needs a gradient now. An index tells
+    devices apart, since a process has one kind of accelerator.
+
+    >>> layouts([torch.zeros(2, 3), [0.0]]), layouts([torch.zeros(2, 3).to_sparse_csr()])
+    (None, None)
+    """
+    if not plain(tensors):
+        return None
+    try:
+        return [(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+    except RuntimeError:
+        return None
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where tensors begin; RuntimeError where one is sparse."""
+    return list(map(ADDRESS, tensors))
+
+
+USUAL = None, None
+
+
+def memory(addresses: list[int]) -> tuple[Any, Any]:
+    """What a signature holds of addresses: which are aligned to 16 bytes, and which are the same.
+
+    >>> memory([32, 64]), memory([32, 40, 32])
+    ((None, None), ((0, 8, 0), (0, 1, 0)))
+    """
+    aligned = tuple(x & 15 for x in addresses) if reduce(or_, addresses) & 15 else None
+    if len({*addresses}) == len(addresses):
+        return aligned, None
+    return aligned, tuple(map(addresses.index, addresses))
+
+
+def key_of(rows: Sequence[Any], tensors: Sequence[Any]) -> Hashable | None:
+    """Layouts of the rows and the memory of all tensors; None: the call goes the long way."""
+    of_rows = layouts(rows)
+    if of_rows is None:
+        return None
+    try:
+        return (*of_rows, memory(addresses_of(tensors)))
+    except RuntimeError:  # one of the others is sparse
+        return None
+
+
+def guard_of(rows: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether other tensors, as many, have the types and layouts of these, and need no gradient.
+
+    >>> alike = guard_of([torch.zeros(2, 3)])
+    >>> alike(torch.ones(2, 3)), alike(torch.ones(3, 2).t())
+    (True, False)
+    """
+    shapes, strides = [list(x.shape) for x in rows], [list(x.stride()) for x in rows]
+    sizes = {"dynamic_dims_sizes": shapes, "dynamic_dims_strides": strides}
+    check = guards.TensorGuards(*rows, **sizes).check
+    if check(*rows):
+        return check
+    of_rows = layouts(rows)  # it takes no tensor twice
+    return lambda *others: layouts(others) == of_rows
