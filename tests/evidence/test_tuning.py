@@ -22,18 +22,18 @@ from headstart.evidence import cases, runs
 from headstart.evidence.simulated_clock import SimulatedClock
 from headstart.evidence.tuning import points as points_module
 from headstart.evidence.tuning import sweep as sweep_module
-from headstart.evidence.tuning.candidates import LADDERS, fixed_fields, neighbours
+from headstart.evidence.tuning.candidates import LADDERS, candidates, neighbours
 from headstart.evidence.tuning.job import Kept, chosen_points, table_at, tune
 from headstart.evidence.tuning.points import points_of, shortened
 from headstart.evidence.tuning.results import KeyResult, LeftOut, worst
-from headstart.evidence.tuning.sweep import compiled, plan, sweep
+from headstart.evidence.tuning.sweep import compiled, plan, rehearsed, sweep
 from headstart.ops.extend_attention.triton.config import Config, configuration
 from headstart.ops.gated_delta_rule.triton.scan import ScanConfig
 from headstart.runtime import dispatch, tables
 from headstart.runtime.bundle import Bundle
 from headstart.runtime.bundle_launch import BUNDLE
 from headstart.runtime.static import TARGETS
-from headstart.runtime.table_files import Device, Table
+from headstart.runtime.table_files import Device, Row, Table
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
 
@@ -100,7 +100,7 @@ def test_where_nothing_is_faster_beyond_doubt_the_rule_stays(swept):
     assert found.chosen.configuration == found.rule
     assert found.regret < 0.01
     assert worst(found.points()) == 0.0
-    assert len(found.trials) == len(neighbours(found.rule, fixed_fields(found.key, "cuda:90"))) + 1
+    assert len(found.trials) == len(candidates(found.key, found.rule, "cuda:90")) + 1
     result = found.result("cpu")
     assert result.cells[1:3] == ("the rule's", "1.000")
     assert result.chosen == result.rule == asdict(found.rule)
@@ -251,8 +251,8 @@ def test_pieces_hold_whole_tiles():
 def test_only_what_changes_a_launch_is_swept():
     """Attention asks twice where cached keys cannot be copied as the first answer would."""
     found = plan(chosen_points("extend_attention", ["paged-1-small"]), CPU)
-    assert [key.switches for key in found.keys] == [("scattered",), ()]
-    assert [key.kernel for key in found.keys] == ["extend", "unified"]
+    assert [key.switches for key in found.keys] == [("scattered",), (), ("scattered",)]
+    assert [key.kernel for key in found.keys] == ["extend", "unified", "unified"]
     mixed = plan(chosen_points("extend_attention", ["fp8-cache-small"]), CPU)
     assert [key.switches for key in mixed.keys] == [("scattered", "fp8")]
     assert list(mixed.left_out) == ["fp8-cache-small reproducible"]
@@ -271,6 +271,26 @@ def test_only_what_changes_a_launch_is_swept():
 def test_every_operation_has_its_keys(operation, case, kernels):
     found = plan(list(points_of(operation, cases.get(case))), CPU)
     assert sorted(key.kernel for key in found.keys) == kernels
+
+
+def test_keys_that_share_an_order_of_sums_are_swept_one_after_the_other(tmp_path):
+    """What the first found holds for the second, which is measured with it and no other."""
+    points = chosen_points("extend_attention", ["paged-1-small"], dtype="float16")
+    planned = plan(points, CPU)
+    first, second = (key for key in planned.keys if key.kernel == "unified")
+    (point,) = planned.keys[second][1]
+    rule, _ = planned.keys[first]
+    other = replace(rule, BN=rule.BN // 2)
+    day = {"milliseconds": {}, "runner_up": None, "triton": "3.6.0", "date": "2026-11-30"}
+    old = [Row(second, asdict(rule), **day)]
+    keep = Kept(Table(tmp_path / "table.json", tables.INTERPRETER, tuple(old)))
+    assert keep.beside(first) == keep.beside(second) == {}
+    assert keep.table is not None
+    keep.table = keep.table.changed([Row(first, asdict(other), **day)])
+    assert [row.key for row in keep.table.rows] == [first]  # the old one would have other sums
+    assert keep.beside(second) == {first: other}
+    asked = rehearsed(point, keep.beside(second), CPU).asked
+    assert asked == {first: other, second: other}
 
 
 def test_states_at_given_positions_forbid_shorter_lengths():
@@ -337,7 +357,7 @@ def test_first_steps_are_compiled_side_by_side_beforehand(monkeypatch, tmp_path)
         folder = Path(os.environ[BUNDLE])
         held = Bundle(folder)
         names = {artefact.fields["kernel"] for artefact in held.artefacts()}
-        tried = neighbours(rule, fixed_fields(key, "cuda:90"))
+        tried = candidates(key, rule, "cuda:90")
         assert len(list(held.artefacts())) == len(tried) + 1 == len(told)
     assert names == {"norm_kernel"}
     assert BUNDLE not in os.environ

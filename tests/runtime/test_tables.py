@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import timeit
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are what this proce
 H200 = Device("NVIDIA H200", "cuda:90")
 CPU = torch.device("cpu")
 NORM = Key("rms_norm_gated", "norm", (128,), torch.bfloat16)
+UNIFIED = Key("extend_attention", "unified", (128, 128), torch.bfloat16)
+APART = UNIFIED._replace(switches=("scattered",))
 EXTEND = Key("extend_attention", "extend", (64, 64), torch.bfloat16, 8, True, ("scattered",))
 
 
@@ -156,6 +158,57 @@ def test_files_that_contradict_each_other_are_named(path, use):
         rows_of(CPU)
 
 
+NARROW = {"BM": 64, "BN": 64, "stages": 3, "warps": 4, "piece": 2048, "registers": 0, "resident": 2}
+DIFFERENT = [{"BN": 32}, {"piece": 4096}, {"warps": 8}, {"BM": 32, "warps": 2}]
+
+
+@pytest.mark.parametrize("changed", DIFFERENT, ids=str)
+def test_rows_of_scattered_keys_have_the_order_of_sums_of_others(path, use, changed):
+    """Within a file, of two files of the user's, of the package's and the user's."""
+    mine, wide = row(UNIFIED, **NARROW), row(APART, **NARROW | {"BM": 128, "warps": 8, "stages": 4})
+    Table(path, H200, (mine, row(), wide)).write()
+    assert Table.read(path).by_key == {UNIFIED: mine, NORM: row(), APART: wide}
+    wrong = row(APART, **NARROW | changed)
+    Table(path, H200, (mine, row(), wrong)).write()
+    said = rf"rows\[0\] and rows\[2\] contradict each other: {UNIFIED} and {APART}: BM 64, BN 64"
+    with pytest.raises(ValueError, match=rf"^tables: {path}: {said}"):
+        Table.read(path)
+    other = path.with_name("other.json")
+    use(Table(path, INTERPRETER, (wrong,)), Table(other, INTERPRETER, (mine,)))
+    with pytest.raises(ValueError, match=rf"{path} and {other} contradict each other"):
+        rows_of(CPU)
+    packaged = Table(tables.FOLDER / "interpreter.json", INTERPRETER, (mine,))
+    use(Table(path, INTERPRETER, (wrong,)), packaged=[packaged])
+    with pytest.raises(ValueError, match=rf"{path} and {packaged.path} contradict each other"):
+        rows_of(CPU)
+    use(Table(path, INTERPRETER, (wrong, row(UNIFIED, **NARROW | changed))), packaged=[packaged])
+    assert rows_of(CPU)[APART] == wrong
+
+
+@pytest.mark.parametrize("changed", DIFFERENT, ids=str)
+def test_a_row_of_scattered_keys_alone_has_the_rules_order_of_sums(changed):
+    scattered = {"reproducible": True, "prefix": 300, "D": 128, "page": 16}
+    by_rule, launches = asked(attend, **scattered)
+    assert list(by_rule) == [UNIFIED, APART]
+    narrow, wide = by_rule.values()
+    assert (narrow.BM, wide.BM) == (64, 128)
+    assert launches[-1].options["num_warps"] == wide.warps
+    table = {APART: replace(wide, stages=2, resident=3)}
+    assert asked(attend, table, **scattered)[1][-1].options["num_stages"] == 2
+    with pytest.raises(ValueError, match=f"^tables: {APART}: .* gives other bits than"):
+        asked(attend, {APART: replace(narrow, **changed)}, **scattered)
+
+
+@pytest.mark.parametrize("changed", DIFFERENT, ids=str)
+def test_scattered_keys_follow_what_a_table_says_of_others(changed):
+    scattered = {"reproducible": True, "prefix": 300, "D": 128, "page": 16}
+    narrow, wide = asked(attend, **scattered)[0].values()
+    own = replace(narrow, **changed)
+    answers, _ = asked(attend, {UNIFIED: own}, **scattered)
+    follows = replace(wide, piece=own.piece) if "piece" in changed else own
+    assert answers == {UNIFIED: own, APART: follows}
+
+
 def test_a_users_rows_go_before_the_packages_and_that_is_told(path, use, caplog):
     folder = tables.FOLDER
     packaged = Table(folder / "interpreter.json", INTERPRETER, (row(), row(EXTEND)))
@@ -266,13 +319,19 @@ def rule(tokens=200, channels=False, cached=False):
     headstart.gated_delta_rule(q, q, v, g, None, **more)
 
 
-def attend(new=100, prefix=0, window=None, reproducible=False, fp8=False, HQ=8):
-    q = torch.empty(new, HQ, 64, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(new, 1, 64, dtype=torch.bfloat16, device="meta")
+def attend(new=100, prefix=0, window=None, reproducible=False, fp8=False, HQ=8, D=64, page=None):
+    q = torch.empty(new, HQ, D, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(new, 1, D, dtype=torch.bfloat16, device="meta")
     plan, cache = ExtendPlan.from_lengths([new], [prefix] if prefix else None, device="meta"), None
+    if page:
+        table = torch.zeros(1, -(-(new + prefix) // page), dtype=torch.int32)
+        plan = ExtendPlan.from_pages(
+            [new], [new + prefix], table, page, new_in_cache=False, device="meta"
+        )
     if prefix:
         kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        stores = (torch.empty(prefix, 1, 64, dtype=kind, device="meta") for _ in "kv")
+        shape = (prefix, 1, D) if page is None else (-(-prefix // page), page, 1, D)
+        stores = (torch.empty(shape, dtype=kind, device="meta") for _ in "kv")
         cache = KVCache(*stores, **{"k_scale": 1.0, "v_scale": 1.0} if fp8 else {})
     headstart.extend_attention(
         q, k, k, plan=plan, cache=cache, window=window, reproducible=reproducible

@@ -19,7 +19,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -63,12 +63,30 @@ class Key(NamedTuple):
         return " ".join([*words, *self.switches])
 
 
+def order_of_sums(fields: Mapping[str, int]) -> tuple[int, ...]:
+    """What a row's bits follow from in a configuration of attention's reproducible kernel.
+
+    Keys of a tile and of a block, and how products are spread: warps that share a row split its
+    sums, and tiles of fewer than 64 rows take other products on Hopper. How many rows there are
+    beyond, stages and registers change no bits.
+
+    >>> narrow = {"BM": 64, "BN": 32, "warps": 4, "piece": 1024}
+    >>> order_of_sums(narrow) == order_of_sums(narrow | {"BM": 128, "warps": 8})
+    True
+    >>> order_of_sums(narrow) == order_of_sums(narrow | {"warps": 8})
+    False
+    """
+    rows = fields["BM"]
+    return fields["BN"], fields["piece"], rows // fields["warps"], min(rows, 64)
+
+
 class Kernel(NamedTuple):
     """What a table may say of a kernel.
 
     sizes: names of a key's sizes. place: "module:class" of its configuration, a dataclass of ints.
     fields: that dataclass's. grouped, windowed: whether a key may hold a ratio or a window.
-    switches: those it may hold.
+    switches: those it may hold. sums: of a kernel whose bits may not depend on switches, what they
+    follow from in a configuration: one value for all keys that differ in switches alone.
     """
 
     sizes: tuple[str, ...]
@@ -77,6 +95,7 @@ class Kernel(NamedTuple):
     grouped: bool = False
     windowed: bool = False
     switches: tuple[str, ...] = ()
+    sums: Callable[[Mapping[str, int]], tuple[int, ...]] | None = None
 
     @property
     def configuration(self) -> type:
@@ -95,8 +114,11 @@ KERNELS = {
     ("extend_attention", "extend"): Kernel(
         ("D", "DV"), *_ATTENTION, grouped=True, windowed=True, switches=("scattered", "fp8", "mask")
     ),
-    # Bits are promised: one configuration, whatever the heads and wherever keys lie.
-    ("extend_attention", "unified"): Kernel(("D", "DV"), *_ATTENTION, windowed=True),
+    # Bits are promised: one configuration, whatever the heads, and one order of sums wherever keys
+    # lie.
+    ("extend_attention", "unified"): Kernel(
+        ("D", "DV"), *_ATTENTION, windowed=True, switches=("scattered",), sums=order_of_sums
+    ),
     ("gated_delta_rule", "prepare"): Kernel(
         ("K", "V"), f"{_RULE}.passes.config:PrepareConfig", ("BC", "warps")
     ),
@@ -211,21 +233,16 @@ class Table:
 
     @property
     def by_key(self) -> dict[Key, Row]:
-        """Its rows; ValueError where two of one key differ."""
-        found: dict[Key, tuple[int, Row]] = {}
-        for i, row in enumerate(self.rows):
-            first, other = found.setdefault(row.key, (i, row))
-            if other.fields != row.fields:
-                raise ValueError(
-                    f"tables: {self.path}: rows[{first}] and rows[{i}] contradict each other: "
-                    f"{row.key}: {shown_fields(other.fields)} and {shown_fields(row.fields)}"
-                )
-        return {key: row for key, (_, row) in found.items()}
+        """Its rows; ValueError where two contradict each other."""
+        places = (f"rows[{i}]" for i in range(len(self.rows)))
+        return _agreeing(zip(places, self.rows, strict=True), f"tables: {self.path}: ")
 
     def changed(self, rows: Iterable[Row]) -> Table:
-        """This table with these rows in place of those of their keys, sorted by key."""
-        new = {row.key: row for row in (*self.rows, *rows)}
-        return dataclasses.replace(self, rows=tuple(new[key] for key in sorted(new, key=str)))
+        """This table with these rows in place of those that they contradict, sorted by key."""
+        new = {row.key: row for row in rows}
+        kept = [row for row in self.rows if not any(contradict(row, x) for x in new.values())]
+        both = {row.key: row for row in (*kept, *new.values())}
+        return dataclasses.replace(self, rows=tuple(both[key] for key in sorted(both, key=str)))
 
     def write(self) -> None:
         """Write the file whole or not at all; ValueError where that cannot be."""
@@ -244,16 +261,40 @@ class Table:
 
 def together(tables: Iterable[Table]) -> dict[Key, Row]:
     """The rows of several tables of one device; ValueError where two contradict."""
-    found: dict[Key, tuple[Path, Row]] = {}
-    for table in tables:
-        for key, row in table.by_key.items():
-            path, first = found.setdefault(key, (table.path, row))
-            if first.fields != row.fields:
+    rows = ((str(table.path), row) for table in tables for row in table.by_key.values())
+    return _agreeing(rows, "tables: ")
+
+
+def contradict(one: Row, other: Row) -> bool:
+    """Whether no table may hold both rows: they say different things of one key, or of two keys
+    that must give the same bits.
+    """
+    if one.key == other.key:
+        return one.fields != other.fields
+    sums = KERNELS[one.key.operation, one.key.kernel].sums
+    if sums is None or plain(one.key) != plain(other.key):
+        return False
+    return sums(one.fields) != sums(other.fields)
+
+
+def plain(key: Key) -> Key:
+    """A key without its switches."""
+    return key._replace(switches=())
+
+
+def _agreeing(rows: Iterable[tuple[str, Row]], where: str) -> dict[Key, Row]:
+    """Rows by key, each given with its place; ValueError where two contradict."""
+    near: dict[Key, list[tuple[str, Row]]] = {}
+    for place, row in rows:
+        for first, other in near.setdefault(plain(row.key), []):
+            if contradict(row, other):
+                keys = " and ".join(dict.fromkeys((str(other.key), str(row.key))))
                 raise ValueError(
-                    f"tables: {path} and {table.path} contradict each other: {key}: "
-                    f"{shown_fields(first.fields)} and {shown_fields(row.fields)}"
+                    f"{where}{first} and {place} contradict each other: {keys}: "
+                    f"{shown_fields(other.fields)} and {shown_fields(row.fields)}"
                 )
-    return {key: row for key, (_, row) in found.items()}
+        near[plain(row.key)].append((place, row))
+    return {row.key: row for group in near.values() for _, row in group}
 
 
 def shown_fields(fields: Mapping[str, int]) -> str:
@@ -351,23 +392,6 @@ def _row(fields: _Fields) -> Row:
         raise fields.wrong("date", "a day as 2026-01-31", repr(day)) from None
     fields.end()
     return Row(key, configuration, milliseconds, second, triton, day)
-
-
-def order_of_sums(fields: Mapping[str, int]) -> tuple[int, ...]:
-    """What a row's bits follow from in a configuration of attention's reproducible kernel.
-
-    Keys of a tile, keys of a block, and which rows a warp takes of a product: several warps that
-    share a row split its sums, and tiles of fewer than 64 rows take other products on Hopper. How
-    many such rows there are, stages and registers change no bits.
-
-    >>> names = "BM", "BN", "warps", "piece"
-    >>> order_of_sums(dict(zip(names, (64, 32, 4, 1024)))), order_of_sums(
-    ...     dict(zip(names, (128, 32, 8, 1024)))
-    ... )
-    ((32, 1024, 16, 64), (32, 1024, 16, 64))
-    """
-    rows = fields["BM"]
-    return fields["BN"], fields["piece"], rows // fields["warps"], min(rows, 64)
 
 
 FREE = {"stages": 1, "resident": 1, "unroll": 1, "piece": 0, "registers": 0}

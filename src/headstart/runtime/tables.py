@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,7 +121,10 @@ def rows_of(device: torch.device) -> Mapping[Key, Row]:
         if mine != theirs:
             words = shown_fields(mine), shown_fields(theirs)
             LOG.info("%s: %s: %s in place of %s", VARIABLE, key, *words)
-    return rows | own
+    if packaged is not None:
+        left = tuple(row for row in packaged.rows if row.key not in own)
+        fitting.append(replace(packaged, rows=left))
+    return together(fitting)
 
 
 def configurations_of(rows: Mapping[Key, Row]) -> dict[Key, Any]:

@@ -13,17 +13,42 @@ pytestmark = pytest.mark.skipif(KERNELS, reason="compiles, which the interpreter
 SUM = re.compile(r"arith\.addf .*\n.*tt\.reduce\.return .*\n.*\(tensor<\d+x\d+xf32, (#\w+)>\) -> ")
 """A reduction by addition; where a maximum is taken does not matter."""
 
+PRODUCT = re.compile(r"#mma = #ttg\.nvidia_mma<\{(.*), warpsPerCTA = \[(\d+), (\d+)\],(.*)\}>")
+SCATTERED = ("", "-pages")
+
+
+def compiled(name, target):
+    """The code that shows layouts, and warps, of a program of `headstart static`."""
+    from headstart.evidence.static.worker import compile_kernel
+    from headstart.ops.extend_attention.triton.static import kernels
+
+    (kernel,) = [kernel for kernel in kernels(TARGETS[target]) if kernel.name == name]
+    return compile_kernel(kernel, TARGETS[target]).asm["ttgir"], kernel.num_warps
+
+
+def product(code):
+    """How products lie: all but the warps, then warps along rows and along keys."""
+    (found,) = PRODUCT.findall(code)
+    before, rows, keys, behind = found
+    return (before, behind), rows, keys
+
 
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 @pytest.mark.parametrize("switch", ["", "-mask", "-win", "-fp8"])
 def test_the_reproducible_kernel_reduces_scores_where_products_leave_them(target, switch):
     """A custom mask once moved the sums into the layout in which its entries are loaded."""
-    from headstart.evidence.static.worker import compile_kernel
-    from headstart.ops.extend_attention.triton.static import kernels
-
-    name = f"unified-D64-bf16{switch}"
-    (kernel,) = [kernel for kernel in kernels(TARGETS[target]) if kernel.name == name]
-    code = compile_kernel(kernel, TARGETS[target]).asm["ttgir"]
+    code, _ = compiled(f"unified-D64-bf16{switch}", target)
     layouts = SUM.findall(code)
     assert len(layouts) >= 2
     assert set(layouts) == {"#mma"}
+
+
+def test_rows_of_scattered_keys_are_summed_as_all_others():
+    """More rows to a tile and more warps, each of which takes whole rows of the same product."""
+    (code, warps), (other, more) = (compiled(f"unified-D128-bf16{x}", "cuda:90") for x in SCATTERED)
+    assert (warps, more) == (4, 8)
+    for text in (code, other):
+        assert set(SUM.findall(text)) == {"#mma"}
+    (first, rows, keys), (second, more_rows, more_keys) = map(product, (code, other))
+    assert first == second
+    assert (rows, more_rows, keys, more_keys) == ("4", "8", "1", "1")

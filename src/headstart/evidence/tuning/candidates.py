@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from headstart.runtime.table_files import KERNELS
 from headstart.runtime.tables import Key
 
 LADDERS: Mapping[str, tuple[int, ...]] = {
@@ -26,6 +27,28 @@ LADDERS: Mapping[str, tuple[int, ...]] = {
 """Values of a field in the order of steps; registers: 0 is no limit, which is 255."""
 TOGETHER = (("BM", "warps"), ("BV", "warps"), ("rows", "num_warps"), ("channels", "num_warps"))
 """Fields that are tried in steps of both: a tile of twice the rows by twice the warps."""
+
+
+def candidates(key: Key, configuration: Any, target: str) -> list[Any]:
+    """What is tried of a key beside a configuration on a target.
+
+    Where a key's switches may change no bits, the order of sums stays: it is tried of the key
+    without them, whose choice holds for both.
+
+    >>> import torch
+    >>> from headstart.ops.extend_attention.triton.config import Config
+    >>> key = Key("extend_attention", "unified", (128, 128), torch.bfloat16)
+    >>> all_of_them = candidates(key, Config(64, 64, 3, 4, 2048, 0, 2), "cuda:90")
+    >>> key = key._replace(switches=("scattered",))
+    >>> same_sums = candidates(key, Config(64, 64, 3, 4, 2048, 0, 2), "cuda:90")
+    >>> len(all_of_them), len(same_sums), Config(128, 64, 3, 8, 2048, 0, 2) in same_sums
+    (15, 6, True)
+    """
+    tried = neighbours(configuration, fixed_fields(key, target))
+    sums = KERNELS[key.operation, key.kernel].sums
+    if sums is None or not key.switches:
+        return tried
+    return [one for one in tried if sums(asdict(one)) == sums(asdict(configuration))]
 
 
 def neighbours(configuration: Any, fixed: Collection[str] = ()) -> list[Any]:

@@ -18,8 +18,8 @@ from headstart.evidence.cases import SMALL, catalogue
 from headstart.evidence.compiling import Progress
 from headstart.evidence.tuning.points import Point, points_of, shortened
 from headstart.evidence.tuning.results import Found, KeyResult, LeftOut
-from headstart.evidence.tuning.sweep import Plan, compiled, sweep
-from headstart.runtime.table_files import Table
+from headstart.evidence.tuning.sweep import Plan, compiled, rehearsed, sweep
+from headstart.runtime.table_files import KERNELS, Key, Table, plain
 from headstart.runtime.tables import device_of
 
 NOT_REACHED = "not reached"
@@ -42,6 +42,13 @@ class Kept:
     options: dict[str, Any] = field(default_factory=dict)
     found: list[KeyResult] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+
+    def beside(self, key: Key) -> dict[Key, Any]:
+        """What the table has of the key whose order of sums this one must share, if of any."""
+        first = plain(key)
+        if self.table is None or key == first or KERNELS[key.operation, key.kernel].sums is None:
+            return {}
+        return {row.key: row.configuration for row in self.table.rows if row.key == first}
 
     def add(self, found: Found, device: torch.device) -> None:
         """Keep a key."""
@@ -120,5 +127,11 @@ def tune(
         for done, (key, (rule, points)) in enumerate(planned.keys.items()):
             if seconds is not None and time.monotonic() - began >= seconds:
                 return
-            keep.add(sweep(key, rule, points, device=device, progress=progress, **options), device)
+            beside = keep.beside(key)
+            if beside:
+                rule = rehearsed(points[0], beside, device).asked[key]
+            found = sweep(
+                key, rule, points, device=device, beside=beside, progress=progress, **options
+            )
+            keep.add(found, device)
             count(done + 1)

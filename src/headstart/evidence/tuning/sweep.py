@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from headstart.evidence.cases.record import Draws
 from headstart.evidence.compiling import Progress
 from headstart.evidence.paired import compare, orders
 from headstart.evidence.timing import Clock, make_clock, synchronize
-from headstart.evidence.tuning.candidates import fixed_fields, neighbours
+from headstart.evidence.tuning.candidates import candidates
 from headstart.evidence.tuning.points import KERNELS, Point
 from headstart.evidence.tuning.results import Found, Measured, Trial
 from headstart.evidence.verify.figures import Meter
@@ -77,7 +78,7 @@ def _decides(point: Point, key: Key, rule: Any, by_rule: Rehearsal, device: torc
     """Whether another configuration of a key is another launch: an answer may be asked for, and
     then another one, since keys cannot be copied as the first would."""
     found = _launches(by_rule)
-    tried = neighbours(rule, fixed_fields(key, target_of(device).name))
+    tried = candidates(key, rule, target_of(device).name)
     return any(_launches(rehearsed(point, {key: one}, device)) != found for one in tried)
 
 
@@ -101,7 +102,7 @@ def compiled(swept: Plan, device: torch.device, jobs: int, progress: Progress) -
         return
     programs: dict[str, Program] = {}
     for key, (rule, points) in swept.keys.items():
-        for tried in (rule, *neighbours(rule, fixed_fields(key, target_of(device).name))):
+        for tried in (rule, *candidates(key, rule, target_of(device).name)):
             for point in points:
                 programs |= programs_of(rehearsed(point, {key: tried}, device))
     with compiling.compiled(programs, jobs, progress):
@@ -117,6 +118,7 @@ def sweep(
     seed: int = 0,
     rounds: int = 20,
     walks: int = 1,
+    beside: Mapping[Key, Any] = MappingProxyType({}),
     clocks: Clocks = lambda arms, device: make_clock(arms, device)[0],
     progress: Progress = lambda words: None,
 ) -> Found:
@@ -124,12 +126,13 @@ def sweep(
 
     walks: how many steps are taken from the rule's towards the fastest; each tries all that are one
     change away from the best of those before, and the last one finds nothing better or is the end.
+    beside: configurations of other keys that are not the rule's.
     Raises `DeviceLost` where a configuration was the process's end.
     """
-    fixed = fixed_fields(key, target_of(device).name)
+    target = target_of(device).name
     trials, best = {rule: Trial(rule)}, rule
     for walk in range(walks):
-        new = {one: Trial(one) for one in neighbours(best, fixed) if one not in trials}
+        new = {one: Trial(one) for one in candidates(key, best, target) if one not in trials}
         if not new:
             break
         running = [trials[rule], *([trials[best]] if best != rule else []), *new.values()]
@@ -137,7 +140,7 @@ def sweep(
         for point in points:
             progress(f"{key}: {point.name}, walk {walk + 1}: {len(running)} configurations")
             with torch.inference_mode(), Draws.once():
-                _measure(point, key, running, device, seed, rounds, clocks)
+                _measure(point, key, beside, running, device, seed, rounds, clocks)
         ranked = Found(key, rule, tuple(trials.values())).ranked
         if not ranked or ranked[0].configuration == best:
             break
@@ -148,6 +151,7 @@ def sweep(
 def _measure(
     point: Point,
     key: Key,
+    beside: Mapping[Key, Any],
     trials: Sequence[Trial],
     device: torch.device,
     seed: int,
@@ -161,7 +165,7 @@ def _measure(
     for trial in trials:
         if trial.refused:
             continue
-        arm = arm_of(str(trial.configuration), {key: trial.configuration})
+        arm = arm_of(str(trial.configuration), {**beside, key: trial.configuration})
         try:
             found, again = _computed(arm), _computed(arm)
             synchronize(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from headstart.runtime.launcher import (
     reads_descriptors,
     target_of,
 )
+from headstart.runtime.table_files import order_of_sums
 from headstart.runtime.tables import Key, ratio_class
 from headstart.runtime.workspace import default_workspace
 
@@ -93,30 +95,56 @@ def blocks_of_heads(call: ExtendCall, config: Config) -> int:
 
 def configured(call: ExtendCall) -> Config:
     """The configuration of a call."""
-    config = _found(call, scattered=False)
+    config = _found(call)
     if _reads_cache(call) and not _described_cache(call, config):
-        config = _found(call, scattered=True)
+        config = _scattered(call, config) if call.reproducible else _found(call, scattered=True)
     return config
 
 
-def _found(call: ExtendCall, scattered: bool) -> Config:
+def _scattered(call: ExtendCall, plain: Config) -> Config:
+    """The configuration of a reproducible call whose cached keys are copied row by row.
+
+    It gives the bits of `plain`, which is that of calls whose keys lie in any other way. Where a
+    table has `plain`, what the rule says of scattered keys gives way to it.
+    """
+
+    def rule() -> Config:
+        found = replace(_by_rule(call, scattered=True), piece=plain.piece)
+        return found if order_of_sums(vars(found)) == order_of_sums(vars(plain)) else plain
+
+    key = _key(call, scattered=True)
+    found = tables.configuration(key, call.device, rule)
+    if order_of_sums(vars(found)) != order_of_sums(vars(plain)):
+        raise ValueError(f"tables: {key}: {found} gives other bits than {plain} without switches")
+    return found
+
+
+def _found(call: ExtendCall, scattered: bool = False) -> Config:
     """The configuration of a call whose cached keys, if any, are copied row by row or not."""
-    masked, windowed = call.custom_mask is not None, call.window is not None
-    quantised = scattered and call.cache is not None and call.cache.k.dtype == FP8
-    dtype = multiplied_in(call)
-    rule = functools.partial(
-        configuration, call.D, call.DV, dtype, windowed=windowed, scattered=scattered,
-        masked=masked, reproducible=call.reproducible, target=target_of(call.device).name,
+    rule = functools.partial(_by_rule, call, scattered)
+    return tables.configuration(_key(call, scattered), call.device, rule)
+
+
+def _by_rule(call: ExtendCall, scattered: bool) -> Config:
+    return configuration(
+        call.D, call.DV, multiplied_in(call), windowed=call.window is not None,
+        scattered=scattered, masked=call.custom_mask is not None, reproducible=call.reproducible,
+        target=target_of(call.device).name,
     )  # fmt: skip
+
+
+def _key(call: ExtendCall, scattered: bool) -> Key:
+    quantised = scattered and call.cache is not None and call.cache.k.dtype == FP8
+    masked = call.custom_mask is not None
+    name, ratio = "unified", 0
+    there: tuple[tuple[str, bool], ...] = (("scattered", scattered),)
+    if not call.reproducible:
+        name, ratio = "extend", ratio_class(call.HQ, call.HK)
+        there += (("fp8", quantised), ("mask", masked))
+    switches = tuple(switch for switch, on in there if on)
+    windowed = call.window is not None
     sizes = call.D, call.DV
-    if call.reproducible:
-        key = Key("extend_attention", "unified", sizes, dtype, windowed=windowed)
-    else:
-        there = (("scattered", scattered), ("fp8", quantised), ("mask", masked))
-        switches = tuple(name for name, on in there if on)
-        ratio = ratio_class(call.HQ, call.HK)
-        key = Key("extend_attention", "extend", sizes, dtype, ratio, windowed, switches)
-    return tables.configuration(key, call.device, rule)
+    return Key("extend_attention", name, sizes, multiplied_in(call), ratio, windowed, switches)
 
 
 def multiplied_in(call: ExtendCall) -> torch.dtype:

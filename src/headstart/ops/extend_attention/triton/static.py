@@ -207,6 +207,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                     shape.DV,
                     shape.dtype,
                     windowed="WINDOWED" in changed,
+                    scattered="FOUND" in changed,
                     masked="MASK" in changed,
                     reproducible=reproducible,
                     target=target.name,
