@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -143,12 +144,11 @@ def precision(dtype: torch.dtype, backend: str) -> str:
     return "tf32x3" if dtype == torch.float32 and backend == "cuda" else "ieee"
 
 
-def prepares(x: torch.Tensor) -> bool:
-    """Whether calls on such tensors are computed as earlier ones were: see `runtime/steady.py`.
+prepares = operator.attrgetter("is_cuda")
+"""Whether calls on such tensors are computed as earlier ones were: see `runtime/steady.py`.
 
-    Elsewhere than on CUDA and ROCm devices a call's time on the host does not count.
-    """
-    return x.is_cuda
+Elsewhere than on CUDA and ROCm devices a call's time on the host does not count.
+"""
 
 
 def current(device: torch.device) -> AbstractContextManager:

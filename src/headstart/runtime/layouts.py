@@ -6,8 +6,8 @@ See `runtime/steady.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
-from operator import attrgetter, or_
+from math import gcd
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def memory(addresses: list[int]) -> tuple[Any, Any]:
     >>> memory([32, 64]), memory([32, 40, 32])
     ((None, None), ((0, 8, 0), (0, 1, 0)))
     """
-    aligned = tuple(x & 15 for x in addresses) if reduce(or_, addresses) & 15 else None
+    aligned = tuple(x & 15 for x in addresses) if gcd(*addresses) & 15 else None
     if len({*addresses}) == len(addresses):
         return aligned, None
     return aligned, tuple(map(addresses.index, addresses))

@@ -30,9 +30,10 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import itemgetter, or_
-from typing import Any, NamedTuple
+from functools import partial
+from math import gcd
+from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -306,21 +307,9 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return itemgetter(*places) if places else lambda items: ()
 
 
-class Output(NamedTuple):
-    """A result that every call makes anew.
-
-    place: where it stands among the results. like: the tensor of the call that it is laid out like
-    and that has no more rows than kernels write; None: none is. make: makes it in that case.
-    """
-
-    place: int
-    like: int | None
-    make: Callable[[], torch.Tensor]
-
-
 @dataclass(frozen=True)
 class _Made:
-    """A result that is laid out like no tensor of the call, or has rows that no kernel writes.
+    """Makes a result that is laid out like no tensor of the call, or has rows no kernel writes.
 
     written: rows that kernels write, those past them being zeros.
     """
@@ -380,7 +369,8 @@ class Prepared:
         addresses = addresses_of(tensors)
         self._memory = memory(addresses)
         returned: list[tuple[int, int]] = []
-        outputs: list[Output] = []
+        # Place among the results, the tensor that it is laid out like, what makes it if none is.
+        outputs: list[tuple[int, int | None, Callable[[], torch.Tensor]]] = []
         for place, (x, count) in enumerate(zip(results, written, strict=True)):
             at = [i for i, given in enumerate(tensors) if given is x]
             if at:
@@ -388,7 +378,7 @@ class Prepared:
             elif x is not None:
                 make = _Made(tuple(x.shape), x.stride(), x.dtype, x.device, count)
                 like = next((i for i, given in enumerate(tensors) if _alike(given, x)), None)
-                outputs.append(Output(place, like if count >= x.shape[0] else None, make))
+                outputs.append((place, like if count >= x.shape[0] else None, make))
                 addresses.append(x.data_ptr())
         self._given, self._outputs = tuple(returned), tuple(outputs)
         self._returned: list[torch.Tensor | None] = [None] * len(results)
@@ -418,7 +408,7 @@ class Prepared:
         Tensors that lie to each other as in the call that was checked are apart as they were; of
         any others whose ranges meet, the long way tells columns of the same rows from a mistake.
         """
-        if reduce(or_, addresses) & 15 or len({*addresses}) < len(addresses):
+        if gcd(*addresses) & 15 or len({*addresses}) < len(addresses):
             if self._memory != memory(addresses):
                 return False
         elif self._memory != USUAL:

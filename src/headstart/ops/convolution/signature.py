@@ -10,12 +10,7 @@ from torch import Tensor
 from headstart.ops.convolution.torch_op import NAMES
 from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.schedule import Schedule
-from headstart.ops.gated_delta_rule.signature import (
-    REFUSED,
-    entries,
-    snapshot_facts,
-    state_facts,
-)
+from headstart.ops.gated_delta_rule.signature import REFUSED, snapshot_facts, state_facts
 from headstart.runtime import checks, launcher
 from headstart.runtime.dispatch import NAMED, NUMBERS, Signature
 
@@ -47,9 +42,9 @@ def convolution_signature(
     step = schedule.facts
     of_state = of_snapshots = None
     if state is not None:
-        of_state = state_facts(state, entries(step, 0), rows, held, used)
+        of_state = state_facts(state, step, rows, held, used)
     if snapshots is not None:
-        of_snapshots = snapshot_facts(snapshots, state, entries(step, 2), rows, held, used)
+        of_snapshots = snapshot_facts(snapshots, state, step, rows, held, used)
     if of_state is REFUSED or of_snapshots is REFUSED:
         return None
     facts = (

@@ -185,7 +185,7 @@ class DeltaCache:
         """What signatures hold of a cache, beside addresses: see `runtime/steady.py`."""
         held, kind = self._seen
         tensors = self.tensors.values()
-        if len(held) != len(tensors) or not all(map(is_, held, tensors)):
+        if not all(map(is_, held, tensors)) or len(held) != len(tensors):
             sizes = self.H, self.HV, self.K, self.V, self.conv_channels, self.conv_width
             more = self.slots, self.per_channel, self.dtype, self.draft_tokens, self.device
             strides = tuple((name, x.stride()) for name, x in self.tensors.items())

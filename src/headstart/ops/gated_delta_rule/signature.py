@@ -63,18 +63,12 @@ def signature(
         rows.append(dt_bias)
     if out is not None:
         rows.append(out)
+    step = schedule.facts_beside(state.cache.draft_tokens if type(state) is CacheSlots else 0)
     of_state = of_snapshots = None
-    if state is None:
-        step = schedule.facts_beside(0)
-    elif type(state) is Tensor:
-        step = schedule.facts_beside(0)
-        rows.append(state)
-        of_state = "tensor"
-    else:
-        step = schedule.facts_beside(state.cache.draft_tokens if type(state) is CacheSlots else 0)
-        of_state = state_facts(state, entries(step, 0), rows, held, used)
+    if state is not None:
+        of_state = state_facts(state, step, rows, held, used)
     if snapshots is not None:
-        of_snapshots = snapshot_facts(snapshots, state, entries(step, 2), rows, held, used)
+        of_snapshots = snapshot_facts(snapshots, state, step, rows, held, used)
     if of_state is REFUSED or of_snapshots is REFUSED:
         return None
     facts = (
@@ -86,35 +80,26 @@ def signature(
     return facts, rows, held
 
 
-def entries(step: tuple, axis: int) -> int:
-    """Slots that a list for sequences (axis 0) or snapshots (axis 2) has, from a schedule's facts.
-
-    >>> entries(Schedule([3, 4], device="cpu", capacity=(8, 64, 1)).facts, 0)
-    8
-    """
-    capacity = step[5]
-    return step[axis] if capacity is None else capacity[axis]
-
-
-def state_facts(state: Any, entries: int, rows: Tensors, held: Tensors, used: Used) -> Any:
+def state_facts(state: Any, step: tuple, rows: Tensors, held: Tensors, used: Used) -> Any:
     """Facts of a state argument, whose tensors are appended; REFUSED: the long way.
 
-    used: picks those of a cache's tensors that the operation uses.
+    step: facts of the schedule. used: picks those of a cache's tensors that the operation uses.
     """
-    if type(state) is CacheSlots:
-        cache = state.cache
-        slots = slot_facts(state.slots, entries, cache.slots, cache.device, held, written=True)
-        held += used(cache.tensors)
-        return REFUSED if slots is REFUSED else (cache.kind, slots)
     if type(state) is Tensor:
         rows.append(state)
         return "tensor"
+    entries = step[0] if step[5] is None else step[5][0]
+    if type(state) is CacheSlots:
+        cache = state.cache
+        slots = slot_facts(state.slots, entries, cache.slots, cache.device, held, True)
+        held += used(cache.tensors)
+        return REFUSED if slots is REFUSED else (cache.kind, slots)
     if type(state) is not Pool or not isinstance(state.tensor, Tensor):
         return REFUSED
     read, write, limit = state.read_slots, state.write_slots, state.tensor.shape[0]
     device = state.tensor.device
-    reads = slot_facts(read, entries, limit, device, held, written=write is None)
-    writes = slot_facts(write, entries, limit, device, held, written=True)
+    reads = slot_facts(read, entries, limit, device, held, write is None)
+    writes = slot_facts(write, entries, limit, device, held, True)
     present = _present_facts(state.present, entries, device, held)
     if reads is REFUSED or writes is REFUSED or present is REFUSED:
         return REFUSED
@@ -125,7 +110,7 @@ def state_facts(state: Any, entries: int, rows: Tensors, held: Tensors, used: Us
 
 
 def snapshot_facts(
-    place: Any, state: Any, entries: int, rows: Tensors, held: Tensors, used: Used
+    place: Any, state: Any, step: tuple, rows: Tensors, held: Tensors, used: Used
 ) -> Any:
     """Facts of a snapshots argument, beside that of the state; REFUSED: the long way."""
     if type(place) is torch.dtype:
@@ -146,37 +131,37 @@ def snapshot_facts(
         rows.append(place.tensor)
     else:
         return REFUSED
-    found = slot_facts(slots, entries, limit, device, held, written=True)
+    entries = step[2] if step[5] is None else step[5][2]
+    found = slot_facts(slots, entries, limit, device, held, True)
     if slots is None or found is REFUSED or not all(_apart(slots, other) for other in lists):
         return REFUSED
     return *facts, found
 
 
 def slot_facts(
-    slots: Any, entries: int, limit: int, device: torch.device, tensors: Tensors, *, written: bool
+    slots: Any, entries: int, limit: int, device: torch.device, held: Tensors, written: bool
 ) -> Any:
     """Facts of slots, whose copy on the device is appended; REFUSED: the long way."""
     if slots is None:
         return None
     if type(slots) is HostInts:
-        if (entries, limit, written) not in slots.suited and not slots.suit(
-            entries, limit, written
-        ):
+        asked = entries, limit, written
+        if asked not in slots.suited and not slots.suit(*asked):
             return REFUSED
-        tensors.append(slots.on_device(device))
+        held.append(slots.on_device(device))
         return "host"
-    return _on_device(slots, INTEGERS, entries, device, tensors)
+    return _on_device(slots, INTEGERS, entries, device, held)
 
 
-def _present_facts(present: Any, entries: int, device: torch.device, tensors: Tensors) -> Any:
+def _present_facts(present: Any, entries: int, device: torch.device, held: Tensors) -> Any:
     if present is None:
         return None
     if type(present) is HostInts:
         if len(present) != entries or not set(map(type, present)) <= {bool}:
             return REFUSED
-        tensors.append(present.on_device(device))
+        held.append(present.on_device(device))
         return "host"
-    return _on_device(present, (torch.bool,), entries, device, tensors)
+    return _on_device(present, (torch.bool,), entries, device, held)
 
 
 def _on_device(
@@ -184,7 +169,7 @@ def _on_device(
     dtypes: tuple[torch.dtype, ...],
     entries: int,
     device: torch.device,
-    tensors: Tensors,
+    held: Tensors,
 ) -> Any:
     """Facts of a list that the caller keeps on the device, where nobody looks at its values."""
     if (
@@ -195,7 +180,7 @@ def _on_device(
         or not values.is_contiguous()
     ):
         return REFUSED
-    tensors.append(values)
+    held.append(values)
     return values.dtype
 
 
