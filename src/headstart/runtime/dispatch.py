@@ -29,7 +29,7 @@ from headstart.runtime.layouts import ADDRESS, key_of
 from headstart.runtime.precision import full_float32
 from headstart.runtime.record import recording
 from headstart.runtime.rehearsal import current_rehearsal
-from headstart.runtime.steady import SIGNATURES, Group, Prepared
+from headstart.runtime.steady import MISSED, SIGNATURES, Group, Prepared
 from headstart.runtime.workspace import Workspace
 
 
@@ -208,9 +208,6 @@ NAMED = (str, type(None))
 NUMBERS = (float, int, type(None))
 """Types that a signature holds as they are: words and numbers, no flag among them."""
 
-MISSED = object()
-"""In place of a result: nothing was computed."""
-
 
 def again(
     operation: Operation,
@@ -240,11 +237,15 @@ def again(
         addresses = list(map(ADDRESS, tensors))
     except RuntimeError:  # one of those held is sparse
         return MISSED
-    if not prepared.fits(addresses):
-        prepared = group.find(rows, tensors)
-        if prepared is None or not prepared.fits(addresses):
-            return MISSED
     result = prepared.run(tensors, addresses, workspace, schedule)
+    if result is MISSED:
+        other = group.find(rows, tensors)
+        if other is None or other is prepared:
+            return MISSED
+        prepared = other
+        result = prepared.run(tensors, addresses, workspace, schedule)
+        if result is MISSED:
+            return MISSED
     next(prepared.served)
     if watchers := _watchers.get():
         for watcher in watchers:

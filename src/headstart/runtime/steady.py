@@ -47,6 +47,8 @@ MAPS = 64
 """Descriptors that are kept for one argument: addresses come again, but not forever."""
 SIGNATURES = 1024
 """Signatures that are remembered, at about 30 KiB each."""
+MISSED = object()
+"""In place of a result: nothing was computed."""
 
 
 class _Address:
@@ -254,10 +256,9 @@ class Program:
 
     def heard(self) -> bool:
         """Whether somebody listens to launches: then they go the long way, which tells all."""
-        knobs = self._knobs
         if any(self._heard):
             return True
-        before, after = knobs.launch_enter_hook, knobs.launch_exit_hook
+        before, after = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
         if before is self._before and after is self._after:
             return False
         return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
@@ -402,23 +403,6 @@ class Prepared:
         self.program = Program(record, addresses, addresses_of(kept))
         self._stream = partial(self.program.driver.get_current_stream, self._device.index)
 
-    def fits(self, addresses: list[int]) -> bool:
-        """Whether a call may go this way: nobody listens, and no output lies in another tensor.
-
-        Tensors that lie to each other as in the call that was checked are apart as they were; of
-        any others whose ranges meet, the long way tells columns of the same rows from a mistake.
-        """
-        if gcd(*addresses) & 15 or len({*addresses}) < len(addresses):
-            if self._memory != memory(addresses):
-                return False
-        elif self._memory != USUAL:
-            return False
-        for i, j, size, other, shift in self._apart:
-            found = addresses[j] - addresses[i]
-            if found != shift and found < size and -found < other:
-                return False
-        return not self.program.heard()
-
     def run(
         self,
         tensors: list[torch.Tensor],
@@ -426,8 +410,24 @@ class Prepared:
         workspace: Workspace | None,
         schedule: Any = None,
     ) -> Any:
-        """The result of a call; workspace None: that of this thread and stream."""
+        """The result of a call, workspace None: that of this thread and stream; or MISSED.
+
+        MISSED: somebody listens to launches, or memory lies otherwise. Tensors that lie to each
+        other as in the call that was checked are apart as they were; of any others whose ranges
+        meet, the long way tells columns of the same rows from a mistake.
+        """
+        if gcd(*addresses) & 15 or len({*addresses}) < len(addresses):
+            if self._memory != memory(addresses):
+                return MISSED
+        elif self._memory != USUAL:
+            return MISSED
+        for i, j, size, other, shift in self._apart:
+            found = addresses[j] - addresses[i]
+            if found != shift and found < size and -found < other:
+                return MISSED
         program, device = self.program, self._device
+        if program.heard():
+            return MISSED
         if self._several and program.driver.get_current_device() != device.index:
             with torch.cuda.device(device):
                 return self.run(tensors, addresses, workspace, schedule)

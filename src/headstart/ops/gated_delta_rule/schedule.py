@@ -89,7 +89,8 @@ class Schedule(Handled):
         self._facts: tuple[int, int, int, int, bool, tuple[int, int, int] | None] | None = None
         self._chunks: dict[bool, int] = {}
         self._windows: dict[int, int] = {}
-        self._facts_beside: dict[int, tuple] = {}
+        self.beside: dict[int, tuple] = {}
+        """What `facts_beside` found, for those who ask it in every call."""
         self.found: dict[object, list[int]] = {}
         """What others know of where the tables lie, by whom; forgotten when they move."""
         self.update_(
@@ -163,7 +164,7 @@ class Schedule(Handled):
         self._facts = None
         self._chunks.clear()
         self._windows.clear()
-        self._facts_beside.clear()
+        self.beside.clear()
         if self.capacity is None:
             self._on_device.clear()
             self.found.clear()
@@ -205,10 +206,10 @@ class Schedule(Handled):
 
     def facts_beside(self, draft_tokens: int) -> tuple:
         """`facts`, chunks and window of a call whose cache takes so many draft tokens."""
-        found = self._facts_beside.get(draft_tokens)
+        found = self.beside.get(draft_tokens)
         if found is None:
             cut = self.chunk_count(draft_tokens > 0), self.window(draft_tokens)
-            found = self._facts_beside[draft_tokens] = (*self.facts, *cut)
+            found = self.beside[draft_tokens] = (*self.facts, *cut)
         return found
 
     def chunk_spans(self, drafting: bool) -> list[tuple[int, int]]:

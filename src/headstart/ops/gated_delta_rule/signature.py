@@ -63,7 +63,8 @@ def signature(
         rows.append(dt_bias)
     if out is not None:
         rows.append(out)
-    step = schedule.facts_beside(state.cache.draft_tokens if type(state) is CacheSlots else 0)
+    drafts = state.cache.draft_tokens if type(state) is CacheSlots else 0
+    step = schedule.beside.get(drafts) or schedule.facts_beside(drafts)
     of_state = of_snapshots = None
     if state is not None:
         of_state = state_facts(state, step, rows, held, used)
