@@ -86,6 +86,13 @@ def test_the_faster_one_is_chosen_and_the_rules_regret_is_told(swept):
     assert row.runner_up.fields == asdict(replace(found.rule, BN=64))
     assert row.runner_up.ratio == pytest.approx(0.9 / 0.8, abs=0.03)
     assert list(row.milliseconds) == [CASE]
+    # Up to a regret that is asked for the rule's is kept, and what was faster stands beside it.
+    assert found.row("3.6.0", "2026-11-30", gain=0.2) == row
+    kept = found.row("3.6.0", "2026-11-30", gain=0.3)
+    assert kept.fields == asdict(found.rule)
+    assert kept.runner_up.fields == row.fields
+    assert kept.runner_up.ratio == pytest.approx(0.8, abs=0.03)
+    assert kept.milliseconds != row.milliseconds
     assert worst(found.points()) == found.points()[0].rule_regret == pytest.approx(0.25, abs=0.03)
     cells = dict(zip(KeyResult.COLUMNS, found.result("cpu").cells, strict=True))
     assert cells["chosen"] == f"BN {found.rule.BN} -> 16"

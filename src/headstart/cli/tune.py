@@ -37,6 +37,8 @@ OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm
 @click.option("--rounds", type=click.IntRange(min=3), default=20, show_default=True)
 @click.option("--walks", type=click.IntRange(min=1), default=1, show_default=True,
               help="Steps from the rule's towards the fastest.")  # fmt: skip
+@click.option("--gain", type=click.FloatRange(min=0), default=0.0, metavar="SHARE",
+              help="Regret up to which a row is the rule's: 0.05.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compilers; one a core.")
 @click.option("--seconds", type=Seconds(0), metavar="N",
               help="Begin no further key after these.")  # fmt: skip
@@ -53,6 +55,7 @@ def command(
     shares: str,
     rounds: int,
     walks: int,
+    gain: float,
     jobs: int | None,
     seconds: float | None,
     seed: int,
@@ -83,7 +86,7 @@ def command(
     points = chosen_points(operation, patterns, _shares(shares), dtype)
     if sentence := declines_tensors(where, points[0].case.torch_dtype):
         raise Declined(f"tune on {where}: {sentence}")
-    keep = Kept(options=options_of(ctx) | {"device": str(where)})
+    keep = Kept(options=options_of(ctx) | {"device": str(where)}, gain=gain)
     if output is not None:
         keep.table = table_at(Path(output), where)
     if json_file is not None:

@@ -245,14 +245,13 @@ class Table:
         return dataclasses.replace(self, rows=tuple(both[key] for key in sorted(both, key=str)))
 
     def write(self) -> None:
-        """Write the file whole or not at all; ValueError where that cannot be."""
-        data = {
-            "format": FORMAT, "device": self.device.name, "target": self.device.target,
-            "rows": [row.record() for row in self.rows],
-        }  # fmt: skip
+        """Write the file, a row a line, whole or not at all; ValueError where that cannot be."""
+        head = {"format": FORMAT, "device": self.device.name, "target": self.device.target}
+        rows = ",\n".join(json.dumps(row.record()) for row in self.rows)
+        text = f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n'
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps(data, indent=1) + "\n")
+            beside.write_text(text)
             beside.replace(self.path)
         except OSError as error:
             beside.unlink(missing_ok=True)

@@ -35,6 +35,7 @@ class Kept:
 
     found: keys that were swept, and what was found of each. left_out: names of keys that were not,
     and of points that no kernel computes -> why.
+    gain: regret up to which the rule's goes into the table although another is faster.
     """
 
     table: Table | None = None
@@ -42,6 +43,7 @@ class Kept:
     options: dict[str, Any] = field(default_factory=dict)
     found: list[KeyResult] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    gain: float = 0.0
 
     def beside(self, key: Key) -> dict[Key, Any]:
         """What the table has of the key whose order of sums this one must share, if of any."""
@@ -58,7 +60,7 @@ class Kept:
         self.left_out.pop(str(found.key), None)
         if self.table is not None:
             day = datetime.now(UTC).date().isoformat()
-            self.table = self.table.changed([found.row(triton.__version__, day)])
+            self.table = self.table.changed([found.row(triton.__version__, day, self.gain)])
             self.table.write()
         if self.record is not None:
             beside = self.record.with_name(f".{self.record.name}.{os.getpid()}")

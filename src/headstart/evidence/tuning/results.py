@@ -214,14 +214,17 @@ class Found:
             ),
         )
 
-    def row(self, triton: str, date: str) -> Row:
-        """As a table holds it."""
-        chosen = self.chosen
+    def row(self, triton: str, date: str, gain: float = 0.0) -> Row:
+        """As a table holds it: the chosen one, or the rule's where its regret is not above `gain`,
+        beside a runner-up with a ratio below 1.
+        """
+        chosen = self.chosen if self.regret > gain else self.trials[0]
         others = [trial for trial in self.ranked if trial is not chosen]
         second = None
         if others:
-            second = RunnerUp(asdict(others[0].configuration), others[0].mean / chosen.mean)
-        times = {name: one.milliseconds for name, one in chosen.measured.items()}
+            ratio = round(others[0].mean / chosen.mean, 4)
+            second = RunnerUp(asdict(others[0].configuration), ratio)
+        times = {name: round(one.milliseconds, 5) for name, one in chosen.measured.items()}
         return Row(self.key, asdict(chosen.configuration), times, second, triton, date)
 
 
