@@ -186,6 +186,24 @@ def test_rows_of_scattered_keys_have_the_order_of_sums_of_others(path, use, chan
 
 
 @pytest.mark.parametrize("changed", DIFFERENT, ids=str)
+def test_the_packages_row_of_scattered_keys_gives_way_to_a_users_of_others(
+    path, use, caplog, changed
+):
+    """As the rule does: whoever tuned calls on packed keys alone may use what was found."""
+    place = tables.FOLDER / "interpreter.json"
+    packaged = Table(place, INTERPRETER, (row(UNIFIED, **NARROW), row(APART, **NARROW), row()))
+    mine = row(UNIFIED, **NARROW | changed)
+    with caplog.at_level(logging.INFO, "headstart"):
+        use(Table(path, INTERPRETER, (mine,)), packaged=[packaged])
+        assert rows_of(CPU) == {UNIFIED: mine, NORM: row()}
+    assert f"in place of {APART}: BM 64" in caplog.text
+    # One that gives the same bits stays.
+    mine = row(UNIFIED, **NARROW | {"stages": 2})
+    use(Table(path, INTERPRETER, (mine,)), packaged=[packaged])
+    assert rows_of(CPU) == {UNIFIED: mine, APART: row(APART, **NARROW), NORM: row()}
+
+
+@pytest.mark.parametrize("changed", DIFFERENT, ids=str)
 def test_a_row_of_scattered_keys_alone_has_the_rules_order_of_sums(changed):
     scattered = {"reproducible": True, "prefix": 300, "D": 128, "page": 16}
     by_rule, launches = asked(attend, **scattered)

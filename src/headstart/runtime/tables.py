@@ -24,7 +24,16 @@ import torch
 
 from headstart.runtime.launcher import target_of
 from headstart.runtime.rehearsal import current_rehearsal
-from headstart.runtime.table_files import Device, Key, Row, Table, shown_fields, together
+from headstart.runtime.table_files import (
+    Device,
+    Key,
+    Row,
+    Table,
+    contradict,
+    plain,
+    shown_fields,
+    together,
+)
 
 VARIABLE = "HEADSTART_TABLES"
 FOLDER = Path(__file__).parents[1] / "tables"
@@ -109,22 +118,29 @@ def rows_of(device: torch.device) -> Mapping[Key, Row]:
     if kind is None:
         return {}
     packaged = packaged_table(kind)
-    rows = {} if packaged is None else packaged.by_key
     listed = user_tables()
     fitting = [table for table in listed if table.device == kind]
     if listed and not fitting:
         there = ", ".join(f"{table.path} is for {table.device}" for table in listed)
         raise ValueError(f"{VARIABLE}: expected a table for {kind}, but {there}")
     own = together(fitting)
-    for key in own.keys() & rows.keys():
-        mine, theirs = own[key].fields, rows[key].fields
-        if mine != theirs:
-            words = shown_fields(mine), shown_fields(theirs)
-            LOG.info("%s: %s: %s in place of %s", VARIABLE, key, *words)
     if packaged is not None:
-        left = tuple(row for row in packaged.rows if row.key not in own)
-        fitting.append(replace(packaged, rows=left))
+        fitting.append(replace(packaged, rows=tuple(_left(packaged, own))))
     return together(fitting)
+
+
+def _left(packaged: Table, own: Mapping[Key, Row]) -> Iterator[Row]:
+    """The package's rows whose place no row of the user's takes.
+
+    One for scattered keys gives way to a user's for all others, as the rule does.
+    """
+    for row in packaged.rows:
+        mine = own.get(row.key, own.get(plain(row.key)))
+        if mine is None or (mine.key != row.key and not contradict(row, mine)):
+            yield row
+        elif mine.fields != row.fields:
+            words = mine.key, shown_fields(mine.fields), row.key, shown_fields(row.fields)
+            LOG.info("%s: %s: %s in place of %s: %s", VARIABLE, *words)
 
 
 def configurations_of(rows: Mapping[Key, Row]) -> dict[Key, Any]:
