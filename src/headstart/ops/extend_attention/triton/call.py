@@ -27,6 +27,7 @@ from headstart.ops.extend_attention.tile_table import (
     tile_table,
 )
 from headstart.ops.extend_attention.triton.config import (
+    FEW,
     Columns,
     Config,
     columns,
@@ -128,23 +129,46 @@ def _found(call: ExtendCall, scattered: bool = False) -> Config:
 def _by_rule(call: ExtendCall, scattered: bool) -> Config:
     return configuration(
         call.D, call.DV, multiplied_in(call), windowed=call.window is not None,
-        scattered=scattered, masked=call.custom_mask is not None, reproducible=call.reproducible,
+        scattered=scattered, listed=scattered and _listed(call), few=scattered and _few(call),
+        masked=call.custom_mask is not None, reproducible=call.reproducible,
         target=target_of(call.device).name,
     )  # fmt: skip
 
 
 def _key(call: ExtendCall, scattered: bool) -> Key:
-    quantised = scattered and call.cache is not None and call.cache.k.dtype == FP8
-    masked = call.custom_mask is not None
     name, ratio = "unified", 0
-    there: tuple[tuple[str, bool], ...] = (("scattered", scattered),)
+    there = [("scattered", scattered), ("few", scattered and _few(call))]
     if not call.reproducible:
         name, ratio = "extend", ratio_class(call.HQ, call.HK)
-        there += (("fp8", quantised), ("mask", masked))
+        there += [
+            ("listed", scattered and _listed(call)),
+            ("fp8", scattered and _quantised(call)),
+            ("mask", call.custom_mask is not None),
+        ]
     switches = tuple(switch for switch, on in there if on)
     windowed = call.window is not None
     sizes = call.D, call.DV
     return Key("extend_attention", name, sizes, multiplied_in(call), ratio, windowed, switches)
+
+
+def _few(call: ExtendCall) -> bool:
+    """Whether no sequence brings more than FEW rows to keys without a window, as in decoding."""
+    tokens = packing(call.HQ, call.HK, FEW)[1]
+    if call.window is not None:
+        return False
+    if call.plan.capacity is not None:
+        sequences, most, _ = call.plan.capacity
+        return most <= sequences * tokens
+    return max(call.plan.lengths, default=0) <= tokens
+
+
+def _listed(call: ExtendCall) -> bool:
+    """Whether each cached key, of 16 bits or more, has a slot of its own."""
+    return isinstance(call.plan.slots, Listed) and not _quantised(call)
+
+
+def _quantised(call: ExtendCall) -> bool:
+    return call.cache is not None and call.cache.k.dtype == FP8
 
 
 def multiplied_in(call: ExtendCall) -> torch.dtype:

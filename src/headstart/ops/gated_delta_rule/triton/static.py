@@ -47,6 +47,11 @@ ROWS = {
     "q", "k", "v", "o", "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles",
     "tail_k", "tail_v", "keys",
 }  # fmt: skip
+SPILLS = {prepare_kernel: 2.5, prepare_channels_kernel: 2.5, scan_kernel: 2.5}
+"""Of kernels that hold a chunk in registers: what a loop is set up with, read back inside it.
+Narrower configurations, which spill nothing, took longer on an H200."""
+SPILLS_OF_WIDE_SCANS = 10
+"""A scan's where states are of 256 or rows float32: part of the state itself."""
 ODD = {"first_item", "first_piece", "together", "tail_rows", "first", "factors", "maps"}
 
 
@@ -88,6 +93,11 @@ def _signature(
         if signature[name].startswith("*"):
             attrs[name] = 16
     return signature, attrs
+
+
+def _spills(fn: Any, K: int, dtype: torch.dtype) -> float:
+    wide = fn is scan_kernel and (K > 128 or dtype == torch.float32)
+    return SPILLS_OF_WIDE_SCANS if wide else SPILLS.get(fn, 0.0)
 
 
 def kernels(target: Target) -> list[StaticKernel]:
@@ -161,6 +171,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                         has_product=fn not in (decays_kernel, recurrent_kernel),
                         attrs=attrs,
                         options=options,
+                        spills=_spills(fn, K, dtype),
                     )
                 )
     return found
