@@ -229,14 +229,11 @@ class Reach:
 
     programs: by key. asked: key -> the first case that launches it.
     declined: case -> the sentences why no kernel computes one of its calls.
-    answers: every configuration that is asked for -> that of the first table, which is the rule's
-    where no others are given.
     """
 
     programs: dict[str, Program]
     asked: dict[str, str]
     declined: dict[str, str]
-    answers: dict[Key, Any]
 
 
 def reach(
@@ -253,7 +250,7 @@ def reach(
     """
     if tables is None:
         tables = [{}, *(configurations_of(table.by_key) for table in tables_for(target.name))]
-    found = Reach({}, {}, {}, {})
+    found = Reach({}, {}, {})
     known: Known = {}
     for name, case in [(model, case) for model in names or PROFILES for case in profile(model)]:
         for call in calls(case):
@@ -266,9 +263,7 @@ def reach(
                         call()
                     except Declined as sentences:
                         found.declined[f"{name}: {case.id}"] = str(sentences)
-                if not i:
-                    asked = run.asked
-                    found.answers.update(asked)
+                asked = asked or run.asked
                 for key, program in programs_of(run, known).items():
                     found.programs.setdefault(key, program)
                     found.asked.setdefault(key, f"{name}: {case.id}")
