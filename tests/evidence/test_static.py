@@ -98,6 +98,10 @@ def test_broken_budgets_are_named():
     assert found["spills", "cuda:89"]["vector_spills"] > 100
     assert found["spills", "hip:gfx1151"]["vector_spills"] > 100
     assert found["spills", "hip:gfx942"]["broken"] == []
+    allowed = found["spills-allowed", "cuda:89"]
+    assert allowed["vector_spills"] == found["spills", "cuda:89"]["vector_spills"]
+    assert allowed["vector_spills"] <= allowed["allowed_spills"] < allowed["instructions"]
+    assert allowed["broken"] == []
     shared = found["too-much-shared", "cuda:89"]["broken"]
     assert "allowed 101376" in shared[0]
     assert "does not fit" in shared[1]
@@ -175,10 +179,12 @@ def test_command_compares_triton_versions(tmp_path):
 def test_spill_differences_are_listed():
     base = {"operation": "a", "kernel": "scan", "target": "cuda:90", "error": ""}
     ours = base | {"triton": "3.6.0", "vector_spills": 0, "scalar_spills": None}
-    theirs = base | {"triton": "3.7.0", "vector_spills": 44, "scalar_spills": None}
+    ours |= {"instructions": 2776}
+    theirs = ours | {"triton": "3.7.0", "vector_spills": 44, "instructions": 2705}
     assert diff.spill_differences([ours], [ours]) == []
     where = "scan", "cuda:90"
-    assert diff.spill_differences([ours], [theirs]) == [(*where, "vector spills", "0", "44")]
+    (row,) = diff.spill_differences([ours], [theirs])
+    assert row == (*where, "vector spills", "0 in 2,776", "44 in 2,705")
     fails = base | {"triton": "3.7.0", "error": "PassManager::run failed"}
     (row,) = diff.spill_differences([ours], [fails])
     assert row == (*where, "compiles", "yes", "PassManager::run failed")
@@ -319,6 +325,16 @@ def test_resident_blocks_follow_from_the_scarcest_resource(
 ):
     sizes = {"registers": registers, "threads": threads, "shared": shared}
     assert resident_blocks(target, warp_size=TARGETS[target].warp_size, **sizes) == blocks
+
+
+def test_a_kernel_may_spill_what_its_list_allows():
+    found = {"error": "", "vector_spills": 60, "shared": 0, "resident_blocks": 1}
+    assert broken("cuda:90", found | {"allowed_spills": 60}) == []
+    assert broken("cuda:90", found | {"allowed_spills": 59}) == [
+        "spills 60 vector words, allowed 59"
+    ]
+    # A revision whose lists allow none says nothing of it.
+    assert broken("cuda:90", found) == ["spills 60 vector words, allowed 0"]
 
 
 def test_a_failure_is_broken_whatever_the_budget():

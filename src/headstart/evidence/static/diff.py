@@ -58,7 +58,8 @@ def difference(result: Result, other: Result) -> str:
 def spill_differences(results: Iterable[Result], others: Iterable[Result]) -> list[Row]:
     """A row for every kernel that another Triton spills differently, or only one of them compiles.
 
-    Kernel, target, what differs, and what it is with each of the two.
+    Kernel, target, what differs, and what it is with each of the two: words in how many
+    instructions.
     """
     rows: list[Row] = []
     for result, other in pairs(results, others):
@@ -70,6 +71,6 @@ def spill_differences(results: Iterable[Result], others: Iterable[Result]) -> li
             continue
         for kind in ("vector_spills", "scalar_spills"):
             if result[kind] != other[kind]:
-                name = kind.replace("_", " ")
-                rows.append((*where, name, str(result[kind]), str(other[kind])))
+                ours, theirs = (f"{x[kind]} in {x['instructions']:,}" for x in (result, other))
+                rows.append((*where, kind.replace("_", " "), ours, theirs))
     return rows

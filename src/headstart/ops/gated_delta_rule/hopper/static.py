@@ -63,8 +63,8 @@ SNAPSHOTS = ("HAS_SNAPSHOTS", "HAS_SNAPSHOT_SLOTS", "SNAPSHOTS_CACHED", "snap_k"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GLUON = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 SPILLS = 1.5
-"""Their registers are capped so that several programs share a multiprocessor, or warps take what
-others give back: on an H200 that was worth more than the few words it costs."""
+"""Words for every 100 instructions: registers are capped so that several programs share a
+multiprocessor, or warps of one, which on an H200 was worth more than the few words it costs."""
 ODD = {"first_item", "together", "first_piece", "items_there", "pieces_there", "tail_rows"}
 
 
