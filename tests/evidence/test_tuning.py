@@ -333,6 +333,7 @@ def test_mistakes_at_the_command_line_are_one_line(words, said, capsys):
 @pytest.mark.slow
 def test_the_command_tunes_in_the_interpreter(tmp_path):
     words = "tune --op causal_conv1d --cases block-residual-512-small --dtype float16 --rounds 3"
+    words += " --gain 1000"  # whatever is the fastest
     table, record = tmp_path / "table.json", tmp_path / "run.json"
     run = subprocess.run(
         [sys.executable, "-m", "headstart.cli", *words.split(), "-o", table, "--json", record],
@@ -346,6 +347,7 @@ def test_the_command_tunes_in_the_interpreter(tmp_path):
     (row,) = Table.read(table).rows
     assert row.key.operation == "causal_conv1d"
     (result,) = json.loads(record.read_text())["results"]
+    assert row.fields == result["rule"]
     assert all(len(trial["measured"]) == 1 for trial in result["trials"] if not trial["refused"])
 
 
