@@ -316,8 +316,9 @@ def test_code_without_metadata_is_refused():
         ("cuda:89", 32, 128, 0, 12),
         ("hip:gfx942", 112, 256, 0, 4),
         ("hip:gfx942", 376, 256, 0, 1),
-        ("hip:gfx1151", 125, 128, 0, 5),
-        ("hip:gfx1151", 64, 128, 32 * 1024, 2),
+        ("hip:gfx1151", 125, 128, 0, 10),
+        ("hip:gfx1151", 64, 128, 32 * 1024, 4),
+        ("hip:gfx1151", 256, 512, 16 * 1024, 1),
     ],
 )
 def test_resident_blocks_follow_from_the_scarcest_resource(

@@ -13,6 +13,9 @@ KIB = 1024
 class Device:
     """Limits of one multiprocessor (NVIDIA) or compute unit (AMD), from the vendors' tables.
 
+    Of gfx1151 two compute units together, a workgroup processor: the compiler builds blocks for it
+    (`workgroup_processor_mode`), and spreads their waves over its four SIMDs.
+
     registers: 32-bit vector registers a lane can have over all warps of a scheduler.
     grain: registers a thread are rounded up to this.
     schedulers: warp schedulers or SIMDs.
@@ -39,7 +42,7 @@ DEVICES = {
     "cuda:120": Device(512, 8, 4, 12, 24, 100 * KIB, KIB),
     "hip:gfx942": Device(512, 8, 4, 8, 32, 64 * KIB),
     "hip:gfx950": Device(512, 8, 4, 8, 32, 160 * KIB),
-    "hip:gfx1151": Device(1536, 24, 2, 16, 32, 64 * KIB),
+    "hip:gfx1151": Device(1536, 24, 4, 16, 32, 128 * KIB),
 }
 
 

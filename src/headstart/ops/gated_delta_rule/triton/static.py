@@ -173,7 +173,9 @@ def kernels(target: Target) -> list[StaticKernel]:
                         constexprs=constexprs,
                         num_warps=warps,
                         num_stages=stages,
-                        has_product=fn not in (decays_kernel, recurrent_kernel),
+                        # RDNA multiplies no float32 matrices.
+                        has_product=fn not in (decays_kernel, recurrent_kernel)
+                        and not (dtype == torch.float32 and target.name == "hip:gfx1151"),
                         attrs=attrs,
                         options=options,
                         spills=_spills(fn, K, dtype, target),
