@@ -230,6 +230,17 @@ def test_what_no_kernel_computes_is_told():
     assert "new_in_cache=True" in keep.left_out["fp8-cache-small reproducible"]
 
 
+def test_what_others_compute_by_default_is_left_out(monkeypatch):
+    for module in (sweep_module, tables):
+        monkeypatch.setattr(module, "target_of", lambda device: TARGETS["cuda:90"])
+    monkeypatch.setattr(sweep_module, "processors", lambda device: 132)
+    points = [*points_of("gated_delta_rule", cases.get("gdn-next-8k"))]
+    points += points_of("gated_delta_rule", cases.get("gdn-dk256"))
+    found = plan(points, torch.device("cuda", 0))
+    assert found.left_out == {"gdn-next-8k": "hopper computes it, whose kernels have no rows."}
+    assert {key.sizes for key in found.keys} == {(256, 256)}
+
+
 def test_a_table_of_another_device_is_not_written(tmp_path):
     Table(tmp_path / "table.json", Device("NVIDIA H200", "cuda:90"), ()).write()
     with pytest.raises(ValueError, match=r"output: expected a table for interpreter"):
@@ -258,7 +269,7 @@ def test_pieces_hold_whole_tiles():
 def test_only_what_changes_a_launch_is_swept():
     """Attention asks twice where cached keys cannot be copied as the first answer would."""
     found = plan(chosen_points("extend_attention", ["paged-1-small"]), CPU)
-    assert [key.switches for key in found.keys] == [("scattered",), (), ("scattered",)]
+    assert [key.switches for key in found.keys] == [("scattered", "listed"), (), ("scattered",)]
     assert [key.kernel for key in found.keys] == ["extend", "unified", "unified"]
     mixed = plan(chosen_points("extend_attention", ["fp8-cache-small"]), CPU)
     assert [key.switches for key in mixed.keys] == [("scattered", "fp8")]

@@ -1,8 +1,9 @@
 """How much faster one arm is than another, from launches that alternate.
 
-Round i launches every arm once, in an order that `orders` rotates. The ratio of two arms is the
-median over rounds of time / time of the same round, so what drifts slower than a round (clocks,
-heat, neighbours) cancels, and what follows from an arm's place in the order is spread over all.
+Round i launches every arm once, in an order of `orders`. The ratio of two arms is the median over
+rounds of time / time of the same round, so what drifts slower than a round (clocks, heat,
+neighbours) cancels, and what follows from an arm's place in the order, or from the arm before it,
+is spread over all.
 
 The interval is a percentile bootstrap over rounds. A bias-corrected one needs the jackknife of the
 median, which takes two or three values only; `headstart bench simulate` shows both against a
@@ -52,21 +53,25 @@ class Ratio(Record):
 
 
 def orders(count: int, rounds: int) -> list[tuple[int, ...]]:
-    """In which order each round launches its arms: rotated, and reversed every other turn.
+    """In which order each round launches its arms.
 
-    Over 2 * count rounds every arm stands at every place twice, with each of its two neighbours of
-    the list before it.
+    Over `count` rounds, twice as many where that is odd, every arm stands at every place equally
+    often, and equally often right behind each other one: the clock that a hot kernel leaves behind
+    slows nobody more than others. These are Williams' designs (E. J. Williams, Experimental designs
+    balanced for the estimation of residual effects of treatments, 1949).
 
     Without arms there are no rounds.
 
-    >>> orders(3, 6)
-    [(0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 0, 2)]
+    >>> orders(4, 4)
+    [(0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1)]
+    >>> orders(3, 4)
+    [(0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
     """
-    arms = list(range(count))
+    first = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]
     found = []
     for index in range(rounds if count else 0):
         turn, shift = divmod(index, count)
-        order = arms[shift:] + arms[:shift]
+        order = [(arm + shift) % count for arm in first]
         found.append(tuple(order[::-1] if turn % 2 else order))
     return found
 

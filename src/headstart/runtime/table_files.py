@@ -118,7 +118,8 @@ KERNELS = {
     # Bits are promised: one configuration, whatever the heads, and one order of sums wherever keys
     # lie.
     ("extend_attention", "unified"): Kernel(
-        ("D", "DV"), *_ATTENTION, windowed=True, switches=("scattered", "few"), sums=order_of_sums
+        ("D", "DV"), *_ATTENTION, windowed=True, switches=("scattered", "few", "mask"),
+        sums=order_of_sums,
     ),
     ("gated_delta_rule", "prepare"): Kernel(
         ("K", "V"), f"{_RULE}.passes.config:PrepareConfig", ("BC", "warps")

@@ -44,7 +44,7 @@ Clocks = Callable[[Sequence[Arm], torch.device], Clock]
 class Plan:
     """What is to be swept: of each key the rule's configuration and the points that ask for it.
 
-    left_out: name of a point -> the sentence why no kernel computes it.
+    left_out: name of a point -> the sentence why no kernel that has rows computes it.
     """
 
     keys: Mapping[Key, tuple[Any, tuple[Point, ...]]]
@@ -52,11 +52,13 @@ class Plan:
 
 
 def plan(points: Sequence[Point], device: torch.device) -> Plan:
-    """The keys whose configurations change what these points launch on a device."""
+    """The keys whose configurations change what these points launch on a device by default."""
     found: dict[Key, tuple[Any, tuple[Point, ...]]] = {}
     left_out: dict[str, str] = {}
     for point in points:
         try:
+            if sentence := _served_by_others(point, device):
+                raise Declined(sentence)
             by_rule = rehearsed(point, {}, device)
             for key, rule in by_rule.asked.items():
                 if _decides(point, key, rule, by_rule, device):
@@ -64,6 +66,16 @@ def plan(points: Sequence[Point], device: torch.device) -> Plan:
         except Declined as sentence:
             left_out[point.name] = str(sentence)
     return Plan(found, left_out)
+
+
+def _served_by_others(point: Point, device: torch.device) -> str:
+    """The sentence that what a GPU takes for a point by default has no rows in tables, or ""."""
+    if device.type != "cuda":
+        return ""
+    operation, call, _ = dispatch.bound(point.operation, (), point.blank)
+    with rehearsing(target_of(device), processors(device)):
+        chosen = dispatch.choose(operation, call, None).name
+    return "" if chosen == KERNELS else f"{chosen} computes it, whose kernels have no rows."
 
 
 def rehearsed(point: Point, rows: Mapping[Key, Any], device: torch.device) -> Rehearsal:

@@ -96,46 +96,49 @@ def blocks_of_heads(call: ExtendCall, config: Config) -> int:
 
 def configured(call: ExtendCall) -> Config:
     """The configuration of a call."""
-    config = _found(call)
-    if _reads_cache(call) and not _described_cache(call, config):
-        config = _scattered(call, config) if call.reproducible else _found(call, scattered=True)
-    return config
+    masked = call.custom_mask is not None
+    # Of a reproducible call first that of the key without switches, whose sums all others share.
+    config = _found(call, masked=masked and not call.reproducible)
+    scattered = _reads_cache(call) and not _described_cache(call, config)
+    if call.reproducible:
+        return _like(config, call, scattered, masked) if scattered or masked else config
+    return _found(call, scattered=True, masked=masked) if scattered else config
 
 
-def _scattered(call: ExtendCall, plain: Config) -> Config:
-    """The configuration of a reproducible call whose cached keys are copied row by row.
+def _like(plain: Config, call: ExtendCall, scattered: bool, masked: bool) -> Config:
+    """The configuration of a reproducible call with these switches.
 
-    It gives the bits of `plain`, which is that of calls whose keys lie in any other way. Where a
-    table has `plain`, what the rule says of scattered keys gives way to it.
+    It gives the bits of `plain`, which is that of calls without any. Where a table has `plain`,
+    what the rule says of others gives way to it.
     """
 
     def rule() -> Config:
-        found = replace(_by_rule(call, scattered=True), piece=plain.piece)
+        found = replace(_by_rule(call, scattered, masked), piece=plain.piece)
         return found if order_of_sums(vars(found)) == order_of_sums(vars(plain)) else plain
 
-    key = _key(call, scattered=True)
+    key = _key(call, scattered, masked)
     found = tables.configuration(key, call.device, rule)
     if order_of_sums(vars(found)) != order_of_sums(vars(plain)):
         raise ValueError(f"tables: {key}: {found} gives other bits than {plain} without switches")
     return found
 
 
-def _found(call: ExtendCall, scattered: bool = False) -> Config:
-    """The configuration of a call whose cached keys, if any, are copied row by row or not."""
-    rule = functools.partial(_by_rule, call, scattered)
-    return tables.configuration(_key(call, scattered), call.device, rule)
+def _found(call: ExtendCall, *, masked: bool, scattered: bool = False) -> Config:
+    """The configuration of a call with these switches."""
+    rule = functools.partial(_by_rule, call, scattered, masked)
+    return tables.configuration(_key(call, scattered, masked), call.device, rule)
 
 
-def _by_rule(call: ExtendCall, scattered: bool) -> Config:
+def _by_rule(call: ExtendCall, scattered: bool, masked: bool) -> Config:
     return configuration(
         call.D, call.DV, multiplied_in(call), windowed=call.window is not None,
+        ratio=ratio_class(call.HQ, call.HK),
         scattered=scattered, listed=scattered and _listed(call), few=scattered and _few(call),
-        masked=call.custom_mask is not None, reproducible=call.reproducible,
-        target=target_of(call.device).name,
+        masked=masked, reproducible=call.reproducible, target=target_of(call.device).name,
     )  # fmt: skip
 
 
-def _key(call: ExtendCall, scattered: bool) -> Key:
+def _key(call: ExtendCall, scattered: bool, masked: bool) -> Key:
     name, ratio = "unified", 0
     there = [("scattered", scattered), ("few", scattered and _few(call))]
     if not call.reproducible:
@@ -143,9 +146,8 @@ def _key(call: ExtendCall, scattered: bool) -> Key:
         there += [
             ("listed", scattered and _listed(call)),
             ("fp8", scattered and _quantised(call)),
-            ("mask", call.custom_mask is not None),
         ]
-    switches = tuple(switch for switch, on in there if on)
+    switches = tuple(switch for switch, on in (*there, ("mask", masked)) if on)
     windowed = call.window is not None
     sizes = call.D, call.DV
     return Key("extend_attention", name, sizes, multiplied_in(call), ratio, windowed, switches)

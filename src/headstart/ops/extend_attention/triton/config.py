@@ -105,9 +105,12 @@ LISTED: dict[str, dict[tuple[bool, int], Config]] = {
 less time there, and 8 % more over pages of 16."""
 FEW = 64
 """Rows, all heads of a group counted, that fit a tile of those kinds of call."""
+MANY = 32
+"""Query heads of a key head from which tiles under a window have so few tokens that they see little
+more than one token does: short tiles of keys then waste less (16 % of the time on an H200)."""
 REPRODUCIBLE = {
     "hopper": {
-        64: Config(64, 128, 2, 4, piece=4096, registers=168, resident=3),
+        64: Config(64, 128, 2, 4, piece=8192, registers=168, resident=3),
         128: Config(64, 64, 3, 4, piece=2048, resident=2),
         256: Config(128, 64, 2, 8, piece=4096),
         512: Config(32, 16, 2, 8),
@@ -131,10 +134,11 @@ REPRODUCIBLE = {
 }
 """The reproducible kernel without a window, where it differs.
 
-Blocks of 4096 keys: over 16,384 keys on the H200 those of 8192 were 2 to 4 % faster and those of
-2048 3 % slower; the shorter they are, the more programs share a row that is decoded. Where rows are
-128 wide, 2048 takes 43 % less time for a draft's few rows after a long prefix, and 5 % more for
-prefills from pages.
+The end of a block costs a program what it takes to fill its pipeline again; the shorter blocks are,
+the more programs share a row that is decoded. On the H200 those of 8192 take 1 to 10 % less time
+than those of 4096 where rows are 64 wide, and 4 % less where they are 256. Where they are 128 wide,
+2048 takes 43 % less time than 4096 for a draft's few rows after a long prefix, and 6 to 10 % more
+for prefills.
 Tiles of 64 x 128 beat those of 64 x 64 there by 8 %.
 """
 REPRODUCIBLE_NARROW = {"hopper": {256: Config(128, 64, 3, 8, piece=4096)}}
@@ -142,7 +146,10 @@ REPRODUCIBLE_NARROW = {"hopper": {256: Config(128, 64, 3, 8, piece=4096)}}
 time."""
 
 REPRODUCIBLE_SCATTERED: dict[str, dict[tuple[bool, int], dict[str, int]]] = {
-    "hopper": {(False, 128): {"BM": 128, "stages": 3, "warps": 8, "resident": 1}}
+    "hopper": {
+        (False, 128): {"BM": 128, "stages": 3, "warps": 8, "resident": 1},
+        (True, 64): {"registers": 96},
+    }
 }
 """What is otherwise in the reproducible kernel where cached keys are copied row by row, as in
 `SCATTERED`; nothing that `order_of_sums` names. From pages tiles of 128 rows take 6 to 19 % less
@@ -152,7 +159,7 @@ time on an H200, and from packed keys 31 % more; beside a mask's entries registe
 REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
     "hopper": {
         64: Config(64, 32, 2, 4, registers=80),
-        128: Config(64, 32, 3, 4),
+        128: Config(64, 32, 3, 4, registers=168),
         256: Config(64, 32, 2, 4),
     },
     "rdna": REPRODUCIBLE["rdna"],
@@ -166,6 +173,7 @@ def configuration(
     dtype: torch.dtype,
     *,
     windowed: bool,
+    ratio: int = 1,
     scattered: bool = False,
     listed: bool = False,
     few: bool = False,
@@ -176,9 +184,10 @@ def configuration(
     """The one configuration of a kind of call. Of lengths and the batch it depends on `few` alone.
 
     Entries of a custom mask take registers, so tiles are smaller; but not where bits are promised:
-    there a mask that says what the causal rule says must give the bits of that rule. scattered:
-    cached keys are copied row by row. listed: each of those has a slot of its own. few: no sequence
-    brings more than `FEW` rows. target: as `headstart static` names it.
+    there a mask that says what the causal rule says must give the bits of that rule. ratio: query
+    heads of a key head, as a class; bits that are promised do not depend on it. scattered: cached
+    keys are copied row by row. listed: each of those has a slot of its own. few: no sequence brings
+    more than `FEW` rows. target: as `headstart static` names it.
 
     >>> configuration(64, 64, torch.bfloat16, windowed=True)
     Config(BM=64, BN=32, stages=2, warps=4, piece=1024, registers=80, resident=1)
@@ -191,6 +200,8 @@ def configuration(
     found = FULL[kind][width]
     if windowed:
         found = WINDOWED[kind].get(width, found)
+        if ratio >= MANY and not reproducible and (kind, width) == ("hopper", 128):
+            found = replace(found, BN=16)
     if scattered and not few:
         rows = SCATTERED.get(kind, {}) | (LISTED.get(kind, {}) if listed else {})
         found = rows.get((windowed, max(D, DV)), rows.get((windowed, width), found))
@@ -212,13 +223,12 @@ def configuration(
         BM = min(found.BM, 32)
         return replace(found, BM=BM, BN=16, stages=1, warps=8, registers=0, resident=1)
     if masked and not reproducible:
-        # For the few rows of a tree of drafts on an H200: small tiles take 8 % less time under a
-        # window, where a second stage does not fit into registers. Without one short pieces take
-        # 38 % less, and a second stage another 17 %.
-        found = replace(found, BN=min(found.BN, 32), stages=1, registers=0)
+        found = replace(found, registers=0)
         if (kind, width) != ("hopper", 128) or scattered:
-            return found
-        return replace(found, BM=32) if windowed else replace(found, stages=2, piece=512)
+            return replace(found, BN=min(found.BN, 32), stages=1)
+        # For the few rows of a tree of drafts on an H200: short pieces take 38 % less time, a
+        # second stage 15 to 17 % less though some words spill, small tiles 8 % under a window.
+        return replace(found, BM=32, stages=2) if windowed else replace(found, stages=2, piece=512)
     if masked and found.registers:
         return replace(found, registers=0, resident=min(found.resident, 2))
     return found
