@@ -23,6 +23,7 @@ import headstart  # noqa: E402
 from headstart import DeltaCache, Gate, Pool, Schedule, Workspace  # noqa: E402
 from headstart.ops.gated_delta_rule import api  # noqa: E402
 from headstart.runtime import dispatch, launcher  # noqa: E402
+from headstart.runtime import layouts as module_of_layouts
 from headstart.runtime.record import recording  # noqa: E402
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
@@ -238,7 +239,11 @@ def test_what_a_signature_holds_tells_calls_apart(driver, monkeypatch):
         assert found == the_long_way(monkeypatch, driver, call, "triton")[1]
 
 
-def test_calls_that_differ_in_layouts_alone_may_take_turns(driver, monkeypatch):
+@pytest.mark.parametrize("guards", [True, False])
+def test_calls_that_differ_in_layouts_alone_may_take_turns(driver, monkeypatch, guards):
+    """Also with a PyTorch that has no guards."""
+    if not guards:
+        monkeypatch.setattr(module_of_layouts, "TensorGuards", None)
     calls = [
         (tensors, {"schedule": on([64])}) for tensors in (rows(64), packed(64), rows(64, HV=8))
     ]

@@ -11,8 +11,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 from torch.autograd import forward_ad
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # It is not public. Without it layouts are read one by one.
+    TensorGuards = None
 
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 ADDRESS = torch.Tensor.data_ptr
@@ -85,10 +89,11 @@ def guard_of(rows: Sequence[torch.Tensor]) -> Callable[..., bool]:
     >>> alike(torch.ones(2, 3)), alike(torch.ones(3, 2).t())
     (True, False)
     """
-    shapes, strides = [list(x.shape) for x in rows], [list(x.stride()) for x in rows]
-    sizes = {"dynamic_dims_sizes": shapes, "dynamic_dims_strides": strides}
-    check = guards.TensorGuards(*rows, **sizes).check
-    if check(*rows):
-        return check
-    of_rows = layouts(rows)  # it takes no tensor twice
+    if TensorGuards is not None:
+        shapes, strides = [list(x.shape) for x in rows], [list(x.stride()) for x in rows]
+        sizes = {"dynamic_dims_sizes": shapes, "dynamic_dims_strides": strides}
+        check = TensorGuards(*rows, **sizes).check
+        if check(*rows):  # it takes no tensor twice
+            return check
+    of_rows = layouts(rows)
     return lambda *others: layouts(others) == of_rows

@@ -138,6 +138,12 @@ def absent(chosen: Mapping[str, Any]) -> set[str]:
     return found
 
 
+SPILLS = 0.75
+"""Words for every 100 instructions: at most 40 words, on gfx1151."""
+SPILLS_HOPPER = 1.25
+"""Where tiles, warps and caps on registers were chosen by time."""
+
+
 def compiled(
     fn: Any,
     name: str,
@@ -188,6 +194,7 @@ def compiled(
         has_product=has_product,
         attrs=attrs,
         options=options,
+        spills=SPILLS_HOPPER if target.name == "cuda:90" else SPILLS,
     )
 
 
