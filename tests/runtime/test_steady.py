@@ -23,7 +23,7 @@ import headstart  # noqa: E402
 from headstart import DeltaCache, Gate, Pool, Schedule, Workspace  # noqa: E402
 from headstart.ops.gated_delta_rule import api  # noqa: E402
 from headstart.runtime import dispatch, launcher  # noqa: E402
-from headstart.runtime import layouts as module_of_layouts
+from headstart.runtime import layouts as module_of_layouts  # noqa: E402
 from headstart.runtime.record import recording  # noqa: E402
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="kernels are what this process runs")
