@@ -11,6 +11,7 @@ from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult, CaseResult
 from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.checking import Accuracy
+from headstart.evidence.host import HostResult, Spread
 from headstart.evidence.mutants import Found
 from headstart.evidence.paired import Ratio
 from headstart.evidence.runs import Environment, Run
@@ -224,6 +225,27 @@ def stages() -> list[StagesResult]:
     ]  # fmt: skip
 
 
+def host() -> list[HostResult]:
+    """headstart's calls and a peer's on one case, and a peer that is away."""
+
+    def one(name: str, row: float, **more: Any) -> HostResult:
+        times = {"in_row": row, "idle_host": row + 4, "idle_wall": row + 30, "cold_host": row + 9,
+                 "cold_wall": row + 35}  # fmt: skip
+        spreads = {
+            name: Spread(low=0.9 * middle, median=middle, high=1.1 * middle)
+            for name, middle in times.items()
+        }
+        return HostResult(case="gdn-1x128", arm=name, device=PLACE, status="measured", rounds=60,
+                          **spreads, **more)  # fmt: skip
+
+    return [
+        one("headstart", 21.5, served="hopper", launches=2),
+        one("fla", 210.0, note="plain states in and out"),
+        HostResult(case="gdn-1x128", arm="flashqla", device=PLACE, status="missing",
+                   sentence="flash_qla", rounds=60),
+    ]  # fmt: skip
+
+
 def static() -> list[dict[str, Any]]:
     """One kernel that fits, one over its budget, one that does not compile."""
     good = {
@@ -355,6 +377,7 @@ def everything(folder: Path) -> list[Path]:
         for kind, found in {
             "bench": bench(),
             "stages": stages(),
+            "host": host(),
             "verify": verifications(),
             "bits": [bits],
             "transcript": [replay],

@@ -53,14 +53,17 @@ def text_of(page):
 
 def test_a_page_shows_every_kind_of_run(whole):
     assert sections(whole) == [
-        "verdicts", "times-1", "times-2", "stages", "errors", "bits", "mutants", "tiles", "kernels",
-        "statistics", "traffic", "configurations", "bundles", "environment",
+        "verdicts", "times-1", "times-2", "stages", "host", "errors", "bits", "mutants", "tiles",
+        "kernels", "statistics", "traffic", "configurations", "bundles", "environment",
     ]  # fmt: skip
-    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 14
+    assert [whole.count(f'id="{id}"') for id in sections(whole)] == [1] * 15
     words = text_of(whole)
     for figure in (
         "gdn-next-18778 18,778 flashinfer timed 0.5280 4.5 0.941 [0.922, 0.960] 60/60",
         "gdn-next-2048 2,048 flashqla missing",
+        "calls of 2 arms measured on 1 case",
+        "gdn-1x128 headstart (hopper) 2 21.5 25.5 51.5 30.5 56.5 Imaginary X1, 12",
+        "gdn-1x128 fla - 210.0 214.0 240.0 219.0 245.0 Imaginary X1, 12",
         "oss-16k-win hopper o WRONG 2500%",
         "0 of 120 tensors differ",
         "triton cuda:0 4 2 8 3,072.0 1.0 1.0 right",
@@ -120,9 +123,10 @@ def test_sections_appear_for_what_is_given(all_runs):
 def test_verdicts_say_what_fails(whole):
     found = re.findall(r'<li class="(good|bad)">\s*<span class="what">([a-z ]+)<', whole)
     assert {what: tone for tone, what in found} == {
-        "times": "good", "stages": "good", "errors": "bad", "bits": "good", "transcripts": "good",
-        "soak": "good", "tile bounds": "good", "mutants": "bad", "kernels": "bad",
-        "statistics": "good", "traffic": "good", "configurations": "bad", "bundles": "bad",
+        "times": "good", "stages": "good", "host times": "good", "errors": "bad", "bits": "good",
+        "transcripts": "good", "soak": "good", "tile bounds": "good", "mutants": "bad",
+        "kernels": "bad", "statistics": "good", "traffic": "good", "configurations": "bad",
+        "bundles": "bad",
     }  # fmt: skip
 
 
@@ -495,7 +499,7 @@ def test_command_prints_and_fills_in_tables(all_runs, tmp_path):
     document.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
     done = run(all_runs, "--markdown", "--into", document)
     assert done.exit_code == 0
-    assert "results of 13 runs" in done.stdout
+    assert "results of 14 runs" in done.stdout
     assert row_of(document.read_text(), "gdn-next-8k")[-2] == "headstart"
     (tmp_path / "empty").mkdir()
     done = run(tmp_path / "empty", "--markdown", "--into", document)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 ELSEWHERE = {
+    "host": "headstart.cli.bench_host",
     "model": "headstart.cli.bench_model",
     "serve": "headstart.cli.bench_serve",
     "trace": "headstart.cli.bench_trace",
@@ -144,7 +145,9 @@ def run(
         raise ValueError(f"check: expected a positive number or all, got {check!r}")
     if json_file is not None:
         runs.expect_writable(json_file)
-    chosen = [(_case(id), names_of(own if its else arms)) for id, its, own in map(_parts, case_ids)]
+    chosen = [
+        (case_of(id), names_of(own if its else arms)) for id, its, own in map(_parts, case_ids)
+    ]
     place = device_of(device)
     if clock == "graph" and place.type != "cuda":
         raise ValueError(f"clock: graph needs a GPU, not {place}")
@@ -193,7 +196,7 @@ def _one_by_one(jobs: Sequence[Job], sources: Sources) -> Iterator[tuple[Job, Ca
 
     ceilings: dict[str, Ceilings] = {}
     for number, job in enumerate(jobs):
-        case, device = _case(job.case), torch.device(job.device)
+        case, device = case_of(job.case), torch.device(job.device)
         if case.dtype not in ceilings:
             ceilings[case.dtype] = measure_ceilings(device, case.torch_dtype)
         try:
@@ -256,7 +259,7 @@ def stages(
             raise ValueError(f"arm: expected one of {list(ARMS)}, got {name!r}")
     place = device_of(device)
     results: list[StagesResult] = []
-    for case in [_case(id) for id in case_ids]:
+    for case in [case_of(id) for id in case_ids]:
         found = stages_of_case(
             case,
             names,
@@ -444,7 +447,8 @@ def names_of(names: str) -> tuple[str, ...]:
     return found
 
 
-def _case(id: str) -> Case:
+def case_of(id: str) -> Case:
+    """A case of an operation; ValueError for an unknown one and for a whole model."""
     from headstart.evidence import cases
 
     case = cases.get(id)

@@ -138,10 +138,16 @@ def described(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
-def host_and_wall(arm: Arm, device: torch.device) -> tuple[float, float]:
-    """Milliseconds until a call returns, and until its work is done, on an idle device."""
+def host_and_wall(
+    arm: Arm, device: torch.device, before: Callable[[], None] = lambda: None
+) -> tuple[float, float]:
+    """Milliseconds until a call returns, and until its work is done, on an idle device.
+
+    before: what the host does in between.
+    """
     arm.restore()
     synchronize(device)
+    before()
     began = time.perf_counter()
     arm.call()
     returned = time.perf_counter()

@@ -11,8 +11,16 @@ from headstart.evidence.arms import PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.arms.unbounded import NAME as UNBOUNDED
 from headstart.evidence.benching import ArmResult
+from headstart.evidence.host import HostResult
 from headstart.evidence.paired import compare
-from headstart.evidence.report.reading import ELSEWHERE, Benched, RunFile, arm_names, benched
+from headstart.evidence.report.reading import (
+    ELSEWHERE,
+    Benched,
+    RunFile,
+    arm_names,
+    benched,
+    host_times,
+)
 from headstart.evidence.report.summary import verdict
 
 BEGIN = "<!-- results: begin -->"
@@ -32,7 +40,8 @@ def markdown(files: Sequence[RunFile]) -> str:
     'No run is kept yet.'
     """
     parts = [_times(*key, group) for key, group in benched(files).items()]
-    checks = [file for file in files if file.kind not in ("bench", "stages")]
+    parts += [host] if (host := _host(files)) else []
+    checks = [file for file in files if file.kind not in ("bench", "stages", "host")]
     if checks:
         parts.append(_checks(checks))
     return "\n\n".join(parts) or NOTHING
@@ -94,6 +103,22 @@ def _times(device: str, op: str, first: str, group: Sequence[Benched]) -> str:
         _bounds(group),
     )
     return "\n\n".join(filter(None, parts))
+
+
+def _host(files: Sequence[RunFile]) -> str:
+    """How long calls keep the host, a line a case and arm; "" where nothing was measured."""
+    found = host_times(files)
+    if not found:
+        return ""
+    devices = ", ".join(dict.fromkeys(file.device(one.device) for file, one in found))
+    words = (
+        f"Host time of steady calls on {devices}: medians in a row without a wait for the device, "
+        f"on an idle device until a call returned and until its work was done, and the same after "
+        f"unrelated work in the host's caches. Outputs are not checked here."
+    )
+    rows = [[one.case, *one.cells, f"{file.date}, `{file.commit}`"] for file, one in found]
+    columns = ["case", *HostResult.COLUMNS, "made"]
+    return words + "\n\n" + _table(columns, rows, {0, 1, len(columns) - 1})
 
 
 def _compared(name: str) -> bool:

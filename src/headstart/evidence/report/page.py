@@ -12,7 +12,14 @@ from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
 from headstart.evidence.report import bundles, figures, models, tables, traffic, tuning
-from headstart.evidence.report.reading import KINDS, Compiled, RunFile, benched, results
+from headstart.evidence.report.reading import (
+    KINDS,
+    Compiled,
+    RunFile,
+    benched,
+    host_times,
+    results,
+)
 from headstart.evidence.report.summary import verdict
 from headstart.evidence.report.tables import Table
 from headstart.evidence.simulated_clock import Promise
@@ -131,6 +138,21 @@ def _stages(files: Sequence[RunFile]) -> list[Section]:
         lambda name: figures.stage_figure(found, name),
     )
     section.tables += [tables.stages(found), tables.kernels(found)]
+    return [section]
+
+
+def _host(files: Sequence[RunFile]) -> list[Section]:
+    found = host_times(files)
+    if not found:
+        return []
+    section = Section(
+        "host",
+        "Host time: how long a call keeps the host",
+        "Medians of steady calls, their outputs not checked: in a row without a wait for the "
+        "device, alone on an idle device until they returned and until their work was done, and "
+        "the same after unrelated work in the host's caches. The latest run counts.",
+    )
+    section.tables.append(tables.host(found))
     return [section]
 
 
@@ -330,6 +352,7 @@ def _environment(files: Sequence[RunFile]) -> list[Section]:
 SECTIONS = (
     _times,
     _stages,
+    _host,
     _errors,
     _bits,
     _mutants,

@@ -15,6 +15,7 @@ from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.benching import ArmResult, CaseResult
 from headstart.evidence.bundles.records import Built, Checked, FirstCall
 from headstart.evidence.cases import OPERATIONS
+from headstart.evidence.host import MEASURED, HostResult
 from headstart.evidence.models.records import ModelResult
 from headstart.evidence.mutants import Found
 from headstart.evidence.simulated_clock import Promise
@@ -51,6 +52,7 @@ class Compiled(BaseModel):
 KINDS: dict[str, Any] = {
     "bench": CaseResult,
     "stages": StagesResult,
+    "host": HostResult,
     "verify": Verification,
     "bits": Bits,
     "transcript": Transcript,
@@ -226,6 +228,15 @@ def benched(files: Sequence[RunFile]) -> dict[tuple[str, str, str], list[Benched
         groups.setdefault((device, op, arm), []).append(one)
     order = sorted(groups, key=lambda key: (key[0], _place(key[1]), key[2] != MAIN))
     return {key: groups[key] for key in order}
+
+
+def host_times(files: Sequence[RunFile]) -> list[tuple[RunFile, HostResult]]:
+    """Measured arms by device and case; of an arm measured twice on a case the latest run."""
+    latest: dict[tuple[str, str, str], tuple[RunFile, HostResult]] = {}
+    for file, result in sorted(results(files, HostResult), key=lambda one: one[0].run.created):
+        if result.status == MEASURED:
+            latest[file.device(result.device), result.case, result.arm] = file, result
+    return list(latest.values())
 
 
 def _completed(later: CaseResult, earlier: CaseResult) -> CaseResult:

@@ -107,6 +107,12 @@ def _stages(found: list[Any]) -> tuple[str, bool]:
     return f"{ran:,} arms and variants on {_count(found, 'case')}", bool(failed)
 
 
+def _host(found: list[Any]) -> tuple[str, bool]:
+    measured = sum(one.status == "measured" for one in found)
+    sentence = f"calls of {measured:,} arms measured on {_count(found, 'case')}"
+    return sentence, any(one.status == "failed" for one in found)
+
+
 def _simulate(found: list[Any]) -> tuple[str, bool]:
     used = found[0]
     return (
@@ -225,6 +231,7 @@ TOLD = {
     "mutants": ("mutants", _mutants),
     "bench": ("times", _bench),
     "stages": ("stages", _stages),
+    "host": ("host times", _host),
     "simulate": ("statistics", _simulate),
     "static": ("kernels", _static),
     "trace": ("traffic", _trace),

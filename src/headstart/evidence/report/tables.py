@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from headstart.evidence.arms import named
+from headstart.evidence.host import HostResult
 from headstart.evidence.mutants import Found
 from headstart.evidence.paired import Ratio
 from headstart.evidence.report.reading import Benched, Compiled, RunFile
@@ -110,6 +111,12 @@ def conditions(group: Sequence[Benched]) -> Table:
     columns = ("case", "dtype", "rounds", "clock", "flushed", "copy TB/s", "product TFLOP/s",
                "floor ms", "run")  # fmt: skip
     return table("How it was timed", columns, rows, folded=True)
+
+
+def host(found: Sequence[tuple[RunFile, HostResult]]) -> Table:
+    """Every arm of every case whose calls were measured, with the device."""
+    rows = [(one.case, *one.cells, file.device(one.device), one.note) for file, one in found]
+    return table("Host times", ("case", *HostResult.COLUMNS, "device", "note"), rows)
 
 
 def errors(found: Sequence[Verification]) -> Table:
