@@ -85,9 +85,10 @@ def attend(q, k, v, **options):
 
 
 def rows(dtype, windowed, plain, scattered):
-    """Configurations of the key without switches, and of the one for scattered keys."""
+    """Configurations of the key without switches, and of those for scattered keys."""
     key = Key("extend_attention", "unified", (64, 64), dtype, windowed=windowed)
-    return {key: plain, key._replace(switches=("scattered",)): scattered}
+    own = [("scattered",), ("scattered", "few")]
+    return {key: plain} | {key._replace(switches=switches): scattered for switches in own}
 
 
 @pytest.mark.kernels
