@@ -13,6 +13,7 @@ from tests.evidence import report_runs as made
 from headstart.cli.commands import headstart
 from headstart.evidence import cases, host, report, timing
 from headstart.evidence.arms import Arm, MissingPeer
+from headstart.evidence.benching import DeviceLost
 from headstart.evidence.host import CALLS, HostResult, Spread, host_of_case, launches
 from headstart.evidence.runs import load
 
@@ -198,6 +199,16 @@ def test_an_arm_that_fails_is_exit_code_1(monkeypatch):
     result = run(TINY, "--arms", "fla", "--rounds", "3", "--device", "cpu")
     assert result.exit_code == 1, result.output
     assert "fla: failed, RuntimeError: no such luck" in result.stdout
+
+
+def test_a_lost_device_ends_the_run_with_one_line(monkeypatch):
+    def lost(*arguments, **options):
+        raise DeviceLost("cuda:0 was lost while timing fla")
+
+    monkeypatch.setattr(host, "host_of_case", lost)
+    result = run(TINY, "gdn-1x128-small", "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.stderr == f"headstart: {TINY}: cuda:0 was lost while timing fla\n"
 
 
 @pytest.mark.parametrize(

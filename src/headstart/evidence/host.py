@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import quantiles
 from typing import Any, ClassVar
@@ -29,7 +28,7 @@ from headstart.runtime.launcher import installed
 
 ROUNDS = 60
 CALLS = 50
-"""In a row: few enough that no device's queue of launches is full, which would stop the host."""
+"""In a row: a GPU queues a thousand launches or so; a full queue stops the host."""
 MEASURED = "measured"
 
 
@@ -65,14 +64,9 @@ class HostResult(Record):
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
-        "arm",
-        "launches",
-        "in a row us",
-        "idle host us",
-        "idle wall us",
-        "cold host us",
+        "arm", "launches", "in a row us", "idle host us", "idle wall us", "cold host us",
         "cold wall us",
-    )
+    )  # fmt: skip
 
     case: str
     arm: str
@@ -139,10 +133,14 @@ def host_of_case(
 def _measured(arm: Arm, device: torch.device, rounds: int) -> dict[str, Any]:
     warm(arm)
     other = OtherWork()
-    with _without_collections():
+    gc.collect()
+    gc.disable()
+    try:
         row = [in_a_row(arm, device) for _ in range(rounds)]
         idle = [host_and_wall(arm, device) for _ in range(rounds)]
         cold = [host_and_wall(arm, device, other) for _ in range(rounds)]
+    finally:
+        gc.enable()
     return {
         "status": MEASURED,
         "served": arm.served,
@@ -212,16 +210,3 @@ class OtherWork:
         self._memory += 1
         json.loads(self._text)
         sorted(self._text)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Without Python's collector of cycles, after one run of it."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
