@@ -531,6 +531,15 @@ def test_only_the_last_signatures_are_kept(driver, monkeypatch):
     assert len(RULE.prepared) == 3
 
 
+def test_layouts_count_as_signatures_too(driver, monkeypatch):
+    monkeypatch.setattr(dispatch, "SIGNATURES", 3)
+    calls = [(rows(length), {"schedule": on([length])}) for length in (64, 65, 66, 67)]
+    for tensors, options in calls:
+        for scale in (1.0, 2.0):
+            rule((tensors, options | {"scale": scale}), "triton")
+    assert sum(map(len, RULE.prepared.values())) == 3
+
+
 @pytest.mark.parametrize("missing", ["make_launcher", "wrap_handle_tensordesc"])
 def test_a_launcher_of_another_kind_is_left_to_triton(driver, monkeypatch, missing):
     call = CALLS["no gates"]()

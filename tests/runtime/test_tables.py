@@ -18,7 +18,7 @@ from headstart.evidence.environment import environment
 from headstart.runtime import tables
 from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import TARGETS
-from headstart.runtime.table_files import KERNELS, Device, Key, Row, RunnerUp, Table
+from headstart.runtime.table_files import KERNELS, TILES, Device, Key, Row, RunnerUp, Table
 from headstart.runtime.tables import INTERPRETER, configuration, rows_of, using
 
 pytest.importorskip("triton")
@@ -32,10 +32,16 @@ APART = UNIFIED._replace(switches=("scattered",))
 EXTEND = Key("extend_attention", "extend", (64, 64), torch.bfloat16, 8, True, ("scattered",))
 
 
+ATTENTION = {
+    "BM": 128, "BN": 32, "stages": 2, "warps": 8, "piece": 512, "registers": 255, "resident": 4,
+}  # fmt: skip
+
+
 def row(key=NORM, second=True, **changed):
     """A row whose numbers are all different; changed: some of its configuration."""
     names = KERNELS[key.operation, key.kernel].fields
-    first = {name: 2**i for i, name in enumerate(names, 1)} | changed
+    size = {x: 2 ** (i + 4 * (x in TILES)) for i, x in enumerate(names, 1)}
+    first = (ATTENTION if names == tuple(ATTENTION) else size) | changed
     runner_up = RunnerUp(first | {names[0]: 64}, 1.04) if second else None
     return Row(key, first, {"a-case": 0.25}, runner_up, "3.6.0", "2026-11-30")
 
@@ -112,6 +118,9 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
         ("rows.0.configuration.rows", 48, r"rows\[0\].configuration.rows: .* power of two"),
         ("rows.0.configuration.num_warps", 64, r"rows\[0\].configuration.num_warps: .* at most 32"),
         ("rows.1.configuration.piece", 1023, r"rows\[1\].configuration.piece: .* whole tiles"),
+        ("rows.1.configuration.BM", 8, r"rows\[1\].configuration.BM: expected at least 16"),
+        ("rows.1.configuration.BN", 2**30, r"rows\[1\].configuration.BN: expected at most 256"),
+        ("rows.1.configuration.registers", 256, r"rows\[1\].configuration.registers: .* most 255"),
         ("rows.0.milliseconds.a-case", "1", r"rows\[0\].milliseconds.a-case: .* type float"),
         ("rows.0.milliseconds.a-case", -1, r"rows\[0\].milliseconds.a-case: .* above 0"),
         ("rows.0.milliseconds.a-case", float("nan"), "is no JSON: NaN is no number"),
@@ -131,6 +140,28 @@ def test_what_is_wrong_is_named(path, place, value, words):
     at[int(name) if isinstance(at, list) else name] = value
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=rf"^tables: {path}: {words}"):
+        Table.read(path)
+
+
+def test_blocks_of_no_keys_are_refused(path):
+    """Of the default kernel 0 says that no row is cut."""
+    Table(path, H200, (row(EXTEND, piece=0),)).write()
+    assert Table.read(path).rows[0].fields["piece"] == 0
+    Table(path, H200, (row(UNIFIED, piece=0),)).write()
+    with pytest.raises(ValueError, match=r"rows\[0\].configuration.piece: expected at least 32"):
+        Table.read(path)
+
+
+def test_a_time_without_end_is_refused(path):
+    Table(path, H200, (row(),)).write()
+    path.write_text(path.read_text().replace("0.25", "1e999"))
+    with pytest.raises(ValueError, match=r"milliseconds.a-case: .* above 0, got inf"):
+        Table.read(path)
+
+
+def test_what_is_nested_without_end_is_no_table(path):
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"table.json: is no JSON"):
         Table.read(path)
 
 

@@ -37,7 +37,7 @@ OPERATIONS = ("extend_attention", "gated_delta_rule", "causal_conv1d", "rms_norm
 @click.option("--rounds", type=click.IntRange(min=3), default=20, show_default=True)
 @click.option("--walks", type=click.IntRange(min=1), default=1, show_default=True,
               help="Steps from the rule's towards the fastest.")  # fmt: skip
-@click.option("--gain", type=click.FloatRange(min=0), default=0.0, metavar="SHARE",
+@click.option("--gain", type=click.FloatRange(min=0, max=1), default=0.0, metavar="SHARE",
               help="Regret up to which a row is the rule's: 0.05.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compilers; one a core.")
 @click.option("--seconds", type=Seconds(0), metavar="N",

@@ -51,7 +51,7 @@ class Artefact:
         text = read(file)
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise spoiled(file, f"is damaged: {error}") from None
         for name, kind in FIELDS.items():
             if not isinstance(fields, dict) or not isinstance(fields.get(name), kind):

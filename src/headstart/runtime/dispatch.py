@@ -294,12 +294,12 @@ def anew(
     except LookupError:
         prepared = None
     with _lock:
-        group = known.get((facts, name))
-        if group is None:
-            while len(known) >= SIGNATURES:
-                del known[next(iter(known))]
-            group = known[facts, name] = Group()
-        group.add(key, prepared)
+        while sum(map(len, known.values())) >= SIGNATURES:
+            oldest = next(iter(known))
+            known[oldest].forget()
+            if not len(known[oldest]):
+                del known[oldest]
+        known.setdefault((facts, name), Group()).add(key, prepared)
     return result
 
 

@@ -506,10 +506,14 @@ class Group:
         return len(self._prepared)
 
     def add(self, key: Hashable, prepared: Prepared | None) -> None:
-        """Keep what calls of this key take, and no more than SIGNATURES of them."""
-        while len(self._prepared) >= SIGNATURES:
-            del self._prepared[next(iter(self._prepared))]
+        """Keep what calls of this key take."""
         self._prepared[key] = self.last = prepared
+
+    def forget(self) -> None:
+        """Drop the oldest of them."""
+        dropped = self._prepared.pop(next(iter(self._prepared)))
+        if self.last is dropped:
+            self.last = None
 
     def find(self, rows: Sequence[Any], tensors: Sequence[Any]) -> Prepared | None:
         """What a call takes that is not like the last one."""

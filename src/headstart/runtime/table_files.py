@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ class Table:
             data = json.loads(path.read_bytes(), parse_constant=_no_number)
         except OSError as error:
             raise ValueError(f"tables: {path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"tables: {path}: is no JSON: {error}") from error
         fields = _Fields(f"tables: {path}: ", data)
         if (found := fields.take("format", int)) != FORMAT:
@@ -326,9 +327,9 @@ class _Fields:
         return value
 
     def positive(self, name: str) -> float:
-        """A field's value, a number above 0."""
+        """A field's value, a finite number above 0."""
         found = self.take(name, float)
-        if found <= 0:
+        if not 0 < found < math.inf:
             raise self.wrong(name, "a number above 0", found)
         return found
 
@@ -397,19 +398,27 @@ def _row(fields: _Fields) -> Row:
 
 FREE = {"stages": 1, "resident": 1, "unroll": 1, "piece": 0, "registers": 0}
 """Fields of configurations that need be no powers of two, and the least that they may be."""
-MOST_WARPS = 32
+TILES = "BM", "BN", "BC", "BV"
+LEAST_TILE = 16
+"""Rows or columns of a tile, which products need."""
+MOST = dict.fromkeys(TILES, 256) | {"warps": 32, "num_warps": 32, "stages": 16, "resident": 32}
+MOST |= {"registers": 255, "unroll": 256, "rows": 2**16, "channels": 2**16, "piece": 2**30}
+"""The most that fields may be: what is beyond cannot be built on any device."""
 
 
 def _configuration(fields: _Fields, kernel: Kernel) -> dict[str, int]:
     """The fields of a configuration that its kernel can be built with."""
     found = _integers(fields, kernel.fields, least=0)
     for name, value in found.items():
-        if value < FREE.get(name, 1):
-            raise fields.wrong(name, f"at least {FREE.get(name, 1)}", value)
+        least = LEAST_TILE if name in TILES else FREE.get(name, 1)
+        if name == "piece" and kernel.sums is not None:
+            least = found["BN"]  # blocks of no keys
+        if value < least:
+            raise fields.wrong(name, f"at least {least}", value)
         if name not in FREE and value & (value - 1):
             raise fields.wrong(name, "a power of two", value)
-        if name in ("warps", "num_warps") and value > MOST_WARPS:
-            raise fields.wrong(name, f"at most {MOST_WARPS}", value)
+        if value > MOST[name]:
+            raise fields.wrong(name, f"at most {MOST[name]}", value)
     if found.get("piece", 0) % found.get("BN", 1):
         raise fields.wrong("piece", f"whole tiles of BN = {found['BN']} keys", found["piece"])
     return found

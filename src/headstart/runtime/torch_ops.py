@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from headstart.runtime import dispatch
 from headstart.runtime.handles import expect_no_handles
@@ -28,10 +28,6 @@ def traced(tensor: Any) -> bool:
     >>> traced(torch.zeros(1))
     False
     """
-    if is_dynamo_compiling():
-        return True
-    if type(tensor) is torch.Tensor:  # those of an export are fake, or wrapped
-        return False
     return is_compiling() or type(tensor) is FakeTensor
 
 

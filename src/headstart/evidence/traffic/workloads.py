@@ -78,7 +78,7 @@ def time_workloads(
     """Time the prefills of requests at several grains, side by side.
 
     prompts: tokens of each request. hits: grain -> tokens that each request finds; 64 and `COLD`
-        must be among them. The n-th steps of all grains are timed in the same rounds, in rotated
+        must be among them. The n-th steps of all grains are timed in the same rounds, in balanced
         order.
 
     Of each kind of layer one is timed; last comes what all of them take, each kind as often as the

@@ -188,8 +188,8 @@ class DeltaCache:
         if not all(map(is_, held, tensors)) or len(held) != len(tensors):
             sizes = self.H, self.HV, self.K, self.V, self.conv_channels, self.conv_width
             more = self.slots, self.per_channel, self.dtype, self.draft_tokens, self.device
-            strides = tuple((name, x.stride()) for name, x in self.tensors.items())
-            kind = _kinds.setdefault((*sizes, *more, *strides), object())
+            laid = tuple((name, x.shape, x.stride(), x.dtype) for name, x in self.tensors.items())
+            kind = _kinds.setdefault((*sizes, *more, *laid), object())
             self._seen = tuple(tensors), kind
         return kind
 

@@ -154,7 +154,10 @@ def _key(call: ExtendCall, scattered: bool, masked: bool) -> Key:
 
 
 def _few(call: ExtendCall) -> bool:
-    """Whether no sequence brings more than FEW rows to keys without a window, as in decoding."""
+    """Whether no sequence brings more than FEW rows to keys without a window, as in decoding.
+
+    Of a plan with a capacity: whether there is room for no more than that on average.
+    """
     tokens = packing(call.HQ, call.HK, FEW)[1]
     if call.window is not None:
         return False

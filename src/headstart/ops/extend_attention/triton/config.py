@@ -33,9 +33,9 @@ class Config:
 # Kind of device -> width of a row (the wider of D and DV, as it is read) -> configuration; a width
 # between two takes that of the wider.
 # Small tiles, several programs on a multiprocessor, where rows are narrow; tiles of 128 rows where
-# two of 64 would not fit beside each other. Those of "hopper" for the default kernel were the
-# fastest of several on an H200 (`headstart tune` tries such), of the reproducible one that of width
-# 64; all others follow from registers and shared memory alone: they were compiled, not run.
+# two of 64 would not fit beside each other. Those of "hopper" were the fastest of several on an
+# H200 (`headstart tune` tries such), but for those of width 512 without a window; all others follow
+# from registers and shared memory alone: they were compiled, not run.
 FULL = {
     "hopper": {
         64: Config(64, 128, 2, 4, registers=168, resident=3),

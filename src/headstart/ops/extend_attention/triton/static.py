@@ -26,6 +26,7 @@ from headstart.ops.extend_attention.triton.write import ROWS as WRITTEN
 from headstart.ops.extend_attention.triton.write import write_kernel
 from headstart.runtime.launcher import padded, precision, reads_descriptors
 from headstart.runtime.static import StaticKernel, Target
+from headstart.runtime.tables import ratio_class
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -43,8 +44,9 @@ class Shape:
     @property
     def name(self) -> str:
         """As part of a kernel's name."""
+        heads = "-mqa" if self.HK == 1 else ""
         sizes = f"D{self.D}" if self.D == self.DV else f"D{self.D}-DV{self.DV}"
-        return f"{sizes}-{NAMES[self.dtype]}"
+        return f"{sizes}{heads}-{NAMES[self.dtype]}"
 
 
 SHAPES = (
@@ -53,6 +55,7 @@ SHAPES = (
     Shape(16, 2, 256, 256),
     Shape(16, 16, 192, 128),
     Shape(16, 4, 512, 512),
+    Shape(32, 1, 128, 128),
     Shape(64, 8, 64, 64, torch.float16),
     Shape(32, 8, 128, 128, torch.float32),
 )
@@ -64,9 +67,12 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "mask": {"MASK": "all"},
     "softcap": {"FORM": "tanh"},
     "pages": {"FOUND": "pages", "PAGE": 16},
+    "slots": {"FOUND": "list"},
+    "decode": {"FOUND": "pages", "PAGE": 16},
     "fp8": {"FOUND": "pages", "PAGE": 16, "NEW": "cached", "SCALES": True},
 }
-"""Switch -> constants that it changes; every shape has those of the first two and of "pages"."""
+"""Switch -> constants that it changes. "decode": few rows on pages, which may change a tile."""
+OF_ALL_SHAPES = ("", "win", "pages", "slots", "decode")
 
 POINTERS = {
     "sinks": "*fp32", "lse": "*fp32", "part_acc": "*fp32", "part_m": "*fp32", "part_l": "*fp32",
@@ -205,7 +211,7 @@ def kernels(target: Target) -> list[StaticKernel]:
         # There are no matrix instructions for float32 on AMD's RDNA.
         has_product = shape.dtype != torch.float32 or kind_of(target.name) != "rdna"
         for switch, changed in SWITCHES.items():
-            if shape is not SHAPES[0] and switch not in ("", "win", "pages"):
+            if shape is not SHAPES[0] and switch not in OF_ALL_SHAPES:
                 continue
             for fn in (extend_kernel, unified_kernel):
                 reproducible = fn is unified_kernel
@@ -214,7 +220,10 @@ def kernels(target: Target) -> list[StaticKernel]:
                     shape.DV,
                     shape.dtype,
                     windowed="WINDOWED" in changed,
+                    ratio=ratio_class(shape.HQ, shape.HK),
                     scattered="FOUND" in changed,
+                    listed=switch == "slots",
+                    few=switch == "decode",
                     masked="MASK" in changed,
                     reproducible=reproducible,
                     target=target.name,
