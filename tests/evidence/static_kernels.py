@@ -71,7 +71,6 @@ def good(target):
 def bad(target):
     return [
         _product("spills", side=256, inner=32, stages=1),
-        _product("spills-allowed", side=256, inner=32, stages=1, spills=90),
         _product("too-much-shared", inner=256, stages=4),
         _copy("no-matrix", has_product=True),
     ]

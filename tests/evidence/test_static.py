@@ -98,10 +98,6 @@ def test_broken_budgets_are_named():
     assert found["spills", "cuda:89"]["vector_spills"] > 100
     assert found["spills", "hip:gfx1151"]["vector_spills"] > 100
     assert found["spills", "hip:gfx942"]["broken"] == []
-    allowed = found["spills-allowed", "cuda:89"]
-    assert allowed["vector_spills"] == found["spills", "cuda:89"]["vector_spills"]
-    assert allowed["vector_spills"] <= allowed["allowed_spills"] < allowed["instructions"]
-    assert allowed["broken"] == []
     shared = found["too-much-shared", "cuda:89"]["broken"]
     assert "allowed 101376" in shared[0]
     assert "does not fit" in shared[1]
@@ -326,16 +322,6 @@ def test_resident_blocks_follow_from_the_scarcest_resource(
 ):
     sizes = {"registers": registers, "threads": threads, "shared": shared}
     assert resident_blocks(target, warp_size=TARGETS[target].warp_size, **sizes) == blocks
-
-
-def test_a_kernel_may_spill_what_its_list_allows():
-    found = {"error": "", "vector_spills": 60, "shared": 0, "resident_blocks": 1}
-    assert broken("cuda:90", found | {"allowed_spills": 60}) == []
-    assert broken("cuda:90", found | {"allowed_spills": 59}) == [
-        "spills 60 vector words, allowed 59"
-    ]
-    # A revision whose lists allow none says nothing of it.
-    assert broken("cuda:90", found) == ["spills 60 vector words, allowed 0"]
 
 
 def test_a_failure_is_broken_whatever_the_budget():

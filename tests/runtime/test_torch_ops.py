@@ -232,6 +232,20 @@ def test_an_exported_program_runs_in_another_process(tmp_path):
     assert torch.equal(torch.load(files[2]), layer(*x))
 
 
+def test_a_tensor_that_a_module_holds_is_exported_too():
+    class Held(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = torch.randn(8, 16)  # neither a parameter nor a buffer
+
+        def forward(self, weight):
+            return headstart.rms_norm_gated(self.rows, weight, self.rows)
+
+    graph = torch.export.export(Held(), (torch.randn(16),), strict=False).graph
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert called == ["headstart.rms_norm_gated.default"]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_lives_in_a_process_is_not_exported(strict):
     class Held(torch.nn.Module):

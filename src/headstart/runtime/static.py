@@ -66,8 +66,6 @@ class StaticKernel:
     targets: names of the targets it is for; None: all.
     attrs: what an argument is known to be a multiple of; None: 16 for every pointer.
     options: further options of the compiler, `maxnreg` or `waves_per_eu` for example.
-    spills: words that a thread may spill for every 100 of the kernel's instructions; its place says
-        why where that is not 0.
     """
 
     name: str
@@ -80,7 +78,6 @@ class StaticKernel:
     targets: tuple[str, ...] | None = None
     attrs: Mapping[str, int] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    spills: float = 0
 
     def divisors(self) -> Mapping[str, int]:
         """`attrs`, or 16 for every pointer.

@@ -8,8 +8,8 @@
        "runner_up": {"configuration": {...}, "ratio": 1.03},
        "triton": "3.6.0", "date": "2026-11-30"}]}
 
-A key has no place for a length. Two rows of one key that say different things are an error. All is
-checked without a kernel's module, which takes longer to import than a table to read.
+Of lengths a key may say that a batch decodes. Two rows of one key that say different things are an
+error. All is checked without a kernel's module, which takes longer to import than a table to read.
 """
 
 from __future__ import annotations

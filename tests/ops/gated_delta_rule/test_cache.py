@@ -342,3 +342,11 @@ def test_a_slot_whose_heads_do_not_agree_is_refused():
         go(128)
     go(0)
     go(5)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.half, lambda x: x[:-1]], ids=["dtype", "shape"])
+def test_a_cache_with_another_tensor_is_another_kind(change):
+    cache = cache_of(4)
+    before = cache.kind
+    cache.tensors["state"] = change(cache.tensors["state"])
+    assert cache.kind is not before

@@ -8,6 +8,7 @@ from headstart.evidence.arms import PEERS
 from headstart.evidence.arms.sources import NOISE
 from headstart.evidence.bundles.records import WITHIN as SOON
 from headstart.evidence.bundles.records import Built, Checked, FirstCall
+from headstart.evidence.host import MEASURED
 from headstart.evidence.report.reading import RunFile
 from headstart.evidence.tile_bounds import Count
 from headstart.evidence.traffic.records import HitBits, HitShare, Replayed, Workload
@@ -108,7 +109,7 @@ def _stages(found: list[Any]) -> tuple[str, bool]:
 
 
 def _host(found: list[Any]) -> tuple[str, bool]:
-    measured = sum(one.status == "measured" for one in found)
+    measured = sum(one.status == MEASURED for one in found)
     sentence = f"calls of {measured:,} arms measured on {_count(found, 'case')}"
     return sentence, any(one.status == "failed" for one in found)
 

@@ -73,7 +73,6 @@ def inspect_kernel(kernel: StaticKernel, target: Target) -> dict[str, Any]:
     return {
         "registers": code.registers,
         "vector_spills": code.vector_spills,
-        "allowed_spills": int(kernel.spills * code.instructions / 100),
         "scalar_spills": code.scalar_spills,
         "shared": shared,
         "resident_blocks": resident_blocks(

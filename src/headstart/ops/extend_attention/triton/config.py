@@ -96,18 +96,18 @@ from FULL and WINDOWED; rows of just such a width come before those that are rea
 window tiles of narrow rows are the same, and so are the bits.
 
 Wide tiles without a window are for prompts, whose rows share each copy. Where every sequence brings
-`FEW` rows at most, as in decoding, FULL and REPRODUCIBLE hold: tiles of 128 rows took 43 to 50 %
-more time there for 64 sequences, 13 to 26 % for one, and 4 to 22 % less for prompts of 2048."""
+`FEW` rows at most, as in decoding, FULL and REPRODUCIBLE hold: of tiles of 128 rows there is room
+for one program on a multiprocessor, of those of 64 for two, which ask for twice the keys."""
 LISTED: dict[str, dict[tuple[bool, int], Config]] = {
     "hopper": {(False, 128): Config(128, 128, 3, 8)},
 }
 """The same where each key has a slot of its own, before SCATTERED: tiles of twice the keys take 5 %
-less time there, and 8 % more over pages of 16."""
+less time there on an H200."""
 FEW = 64
 """Rows, all heads of a group counted, that fit a tile of those kinds of call."""
 MANY = 32
 """Query heads of a key head from which tiles under a window have so few tokens that they see little
-more than one token does: short tiles of keys then waste less (16 % of the time on an H200)."""
+more than one token does: tiles of 16 keys take 15 % less time there on an H200."""
 REPRODUCIBLE = {
     "hopper": {
         64: Config(64, 128, 2, 4, piece=8192, registers=168, resident=3),
@@ -135,11 +135,9 @@ REPRODUCIBLE = {
 """The reproducible kernel without a window, where it differs.
 
 The end of a block costs a program what it takes to fill its pipeline again; the shorter blocks are,
-the more programs share a row that is decoded. On the H200 those of 8192 take 1 to 10 % less time
-than those of 4096 where rows are 64 wide, and 4 % less where they are 256. Where they are 128 wide,
-2048 takes 43 % less time than 4096 for a draft's few rows after a long prefix, and 6 to 10 % more
-for prefills.
-Tiles of 64 x 128 beat those of 64 x 64 there by 8 %.
+the more programs share a row that is decoded. On the H200 those of 8192 take 4 %
+less time than those of 4096 where rows are 256 wide. Where they are 128 wide, 2048 takes 41 % less
+time than 4096 for a draft's few rows after a long prefix, and 6 to 10 % more for prefills.
 """
 REPRODUCIBLE_NARROW = {"hopper": {256: Config(128, 64, 3, 8, piece=4096)}}
 """The same where values are at most half as wide as keys: another stage fits, and takes 12 % less
@@ -152,8 +150,9 @@ REPRODUCIBLE_SCATTERED: dict[str, dict[tuple[bool, int], dict[str, int]]] = {
     }
 }
 """What is otherwise in the reproducible kernel where cached keys are copied row by row, as in
-`SCATTERED`; nothing that `order_of_sums` names. From pages tiles of 128 rows take 6 to 19 % less
-time on an H200, and from packed keys 31 % more; beside a mask's entries registers do not hold them.
+`SCATTERED`; nothing that `order_of_sums` names. Tiles of 128 rows share a copied key among more
+rows: they are the faster ones on an H200 from pages of 1 and 16, and take 15 to 24 % more time from
+packed keys; beside a mask's entries registers do not hold them.
 """
 
 REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
@@ -227,8 +226,8 @@ def configuration(
         found = replace(found, registers=0)
         if (kind, width) != ("hopper", 128) or scattered:
             return replace(found, BN=min(found.BN, 32), stages=1)
-        # For the few rows of a tree of drafts on an H200: short pieces take 38 % less time, a
-        # second stage 15 to 17 % less though some words spill, small tiles 18 % under a window.
+        # For the few rows of a tree of drafts on an H200: short pieces take 30 % less time, a
+        # second stage 12 to 16 % less though some words spill, small tiles 7 % under a window.
         return replace(found, BM=16, stages=2) if windowed else replace(found, stages=2, piece=512)
     if masked and found.registers:
         return replace(found, registers=0, resident=min(found.resident, 2))

@@ -144,12 +144,6 @@ def absent(chosen: Mapping[str, Any]) -> set[str]:
     return found
 
 
-SPILLS = 1.0
-"""Words for every 100 instructions: at most 51 words, of heads of 512 on gfx1151."""
-SPILLS_HOPPER = 1.25
-"""Where tiles, warps and caps on registers were chosen by time."""
-
-
 def compiled(
     fn: Any,
     name: str,
@@ -200,7 +194,6 @@ def compiled(
         has_product=has_product,
         attrs=attrs,
         options=options,
-        spills=SPILLS_HOPPER if target.name == "cuda:90" else SPILLS,
     )
 
 

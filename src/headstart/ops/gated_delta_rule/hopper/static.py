@@ -62,9 +62,6 @@ SNAPSHOT = [1, 128, 64]
 SNAPSHOTS = ("HAS_SNAPSHOTS", "HAS_SNAPSHOT_SLOTS", "SNAPSHOTS_CACHED", "snap_k", "snap_v")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GLUON = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
-SPILLS = 1.5
-"""Words for every 100 instructions: registers are capped so that several programs share a
-multiprocessor, or warps of one, which on an H200 was worth more than the few words it costs."""
 ODD = {"first_item", "together", "first_piece", "items_there", "pieces_there", "tail_rows"}
 
 
@@ -201,5 +198,4 @@ def _kernel(
         targets=("cuda:90",),
         attrs=attrs,
         options=options,
-        spills=SPILLS,
     )

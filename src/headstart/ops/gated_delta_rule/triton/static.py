@@ -47,13 +47,6 @@ ROWS = {
     "q", "k", "v", "o", "T", "P", "q_tiles", "k_tiles", "k_starts", "v_tiles",
     "tail_k", "tail_v", "keys",
 }  # fmt: skip
-SPILLS = 3.0
-"""Words for every 100 instructions of kernels that hold a chunk in registers: mostly what loops are
-set up with. On an H200 narrower scans of K = 128 and caps on `prepare` took longer than that."""
-WIDE_SPILLS = 10.0
-"""Of scans of float32, and of K past 128: part of the state as well."""
-SPILLS_GFX1151 = 30.0
-"""Of scans on gfx1151, which have not run there and were not chosen by time: most of the state."""
 ODD = {"first_item", "first_piece", "together", "tail_rows", "first", "factors", "maps"}
 
 
@@ -95,14 +88,6 @@ def _signature(
         if signature[name].startswith("*"):
             attrs[name] = 16
     return signature, attrs
-
-
-def _spills(fn: Any, K: int, dtype: torch.dtype, target: Target) -> float:
-    if fn is scan_kernel and target.name == "hip:gfx1151":
-        return SPILLS_GFX1151
-    if fn is scan_kernel and (K > 128 or dtype == torch.float32):
-        return WIDE_SPILLS
-    return SPILLS if fn in (scan_kernel, prepare_kernel, prepare_channels_kernel) else 0.0
 
 
 def kernels(target: Target) -> list[StaticKernel]:
@@ -178,7 +163,6 @@ def kernels(target: Target) -> list[StaticKernel]:
                         and not (dtype == torch.float32 and target.name == "hip:gfx1151"),
                         attrs=attrs,
                         options=options,
-                        spills=_spills(fn, K, dtype, target),
                     )
                 )
     return found
