@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -236,10 +236,68 @@ def expect_finite(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def in_memory(name: str, value: Any) -> torch.Tensor:
+    """A tensor whose values lie where kernels look for them: `value` itself, or a copy.
+
+    A view that PyTorch negates when it is read, or zeros that it never wrote, are ordinary values
+    of which memory knows nothing. Raises ValueError for a tensor that has no memory.
+
+    >>> x = in_memory("x", torch._neg_view(torch.ones(2)))
+    >>> x, x.is_neg()
+    (tensor([-1., -1.]), False)
+    """
+    tensor = expect_tensor(name, value)
+    tensor = tensor.clone() if tensor._is_zerotensor() else tensor
+    _expect_storage(name, tensor)
+    return tensor.resolve_neg()
+
+
+def all_in_memory(**values: Any) -> list[Any]:
+    """Tensors as `in_memory` gives them, in order; what is none, as None, is returned as it is."""
+    return [
+        in_memory(name, value) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    ]
+
+
+def expect_in_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless the values of `tensor` lie at its address: a copy would not be what is kept.
+
+    >>> expect_in_memory("state", torch._neg_view(torch.ones(2)))
+    Traceback (most recent call last):
+    ValueError: state: expected values in memory, got ones that PyTorch negates when read
+    """
+    if tensor.is_neg() or tensor._is_zerotensor():
+        zeros, negated = "zeros that were never written", "ones that PyTorch negates when read"
+        came = negated if tensor.is_neg() else zeros
+        raise ValueError(f"{name}: expected values in memory, got {came}")
+    _expect_storage(name, tensor)
+
+
+def _expect_storage(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless all elements have memory; meta tensors, which have none anywhere, pass."""
+    if is_functorch_wrapped_tensor(tensor):
+        raise ValueError(f"{name}: expected a tensor with memory, got one that torch.func wraps")
+    if not tensor.numel() or tensor.device.type == "meta":
+        return
+    storage, unit = tensor.untyped_storage(), tensor.element_size()
+    size = tensor.storage_offset() * unit + _span(_axes(tensor), unit)
+    if storage.nbytes() < size:
+        raise ValueError(
+            f"{name}: expected memory for its {size} bytes, got {storage.nbytes()}: it was freed"
+        )
+    # Storage of fake tensors is that of a meta tensor; of other subclasses it may be none.
+    if storage.device != tensor.device or not tensor.data_ptr():
+        raise ValueError(
+            f"{name}: expected a tensor with memory, got a {type(tensor).__name__} without"
+        )
+
+
 def expect_own_memory(name: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise unless every element of `tensor` has memory of its own, apart from all `others`.
 
-    Views of one buffer are apart if their ranges are, or if they are columns of the same rows.
+    So it may be written. Views of one buffer are apart if their ranges are, or if they are columns
+    of the same rows.
 
     >>> rows = torch.zeros(4, 6)
     >>> expect_own_memory("out", rows[:, :3], x=rows[:, 3:])
@@ -247,6 +305,7 @@ def expect_own_memory(name: str, tensor: torch.Tensor, **others: torch.Tensor | 
     Traceback (most recent call last):
     ValueError: out: expected memory of its own, got that of x
     """
+    expect_in_memory(name, tensor)
     axes = _axes(tensor)
     for i, (_, stride) in enumerate(axes):
         if stride < _span(axes[i + 1 :], 1):
@@ -350,7 +409,9 @@ def host_ints(
         if values.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got shape {list(values.shape)}")
         expect_dtype(name, values, INTEGERS)
-        found = values.tolist()
+        if values.device.type == "meta":
+            raise ValueError(f"{name}: expected integers in memory, got a meta tensor")
+        found = in_memory(name, values).tolist()
     elif _is_list(values):
         found = list(values)
         if set(map(type, found)) - {int}:  # not plain ints all of them

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headstart.runtime.bundle_launch import active_driver, supply
+from headstart.runtime.checks import in_memory
 from headstart.runtime.record import Launched, current_record
 from headstart.runtime.rehearsal import Launch, current_rehearsal
 from headstart.runtime.static import Target
@@ -283,6 +284,7 @@ def device_ints(values: Sequence[int] | torch.Tensor, device: torch.device) -> t
         return values.on_device(device)
     if not isinstance(values, torch.Tensor):
         values = torch.tensor([int(x) for x in values], dtype=torch.int32, device="cpu")
+    values = in_memory("values", values)
     if values.dtype == torch.bool:
         values = values.view(torch.uint8)
     if values.device == device:

@@ -21,6 +21,7 @@ except ImportError:  # It is not public. Without it layouts are read one by one.
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 ADDRESS = torch.Tensor.data_ptr
 _GRADED = attrgetter("requires_grad")
+_NEGATED = torch.Tensor.is_neg
 
 
 def plain(tensors: Sequence[Any]) -> bool:
@@ -37,13 +38,13 @@ def plain(tensors: Sequence[Any]) -> bool:
 def layouts(tensors: Sequence[Any]) -> list[Any] | None:
     """What signatures hold of tensors, beside addresses.
 
-    None where they are none, have no strides, or one of them needs a gradient now. An index tells
-    devices apart, since a process has one kind of accelerator.
+    None where they are none, have no strides, are negated when they are read, or one of them needs
+    a gradient now. An index tells devices apart, since a process has one kind of accelerator.
 
     >>> layouts([torch.zeros(2, 3), [0.0]]), layouts([torch.zeros(2, 3).to_sparse_csr()])
     (None, None)
     """
-    if not plain(tensors):
+    if not plain(tensors) or any(map(_NEGATED, tensors)):
         return None
     try:
         return [(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
@@ -62,13 +63,16 @@ USUAL = None, None
 def memory(addresses: list[int]) -> tuple[Any, Any]:
     """What a signature holds of addresses: which are aligned to 16 bytes, and which are the same.
 
-    >>> memory([32, 64]), memory([32, 40, 32])
-    ((None, None), ((0, 8, 0), (0, 1, 0)))
+    Where there is no memory, as of tensors without elements and of those that were freed, the
+    address is 0: such are the same as the place before the first.
+
+    >>> memory([32, 64]), memory([32, 40, 32]), memory([32, 0])
+    ((None, None), ((0, 8, 0), (1, 2, 1)), (None, (1, 0)))
     """
     aligned = tuple(x & 15 for x in addresses) if gcd(*addresses) & 15 else None
-    if len({*addresses}) == len(addresses):
+    if len({0, *addresses}) > len(addresses):
         return aligned, None
-    return aligned, tuple(map(addresses.index, addresses))
+    return aligned, tuple(map([0, *addresses].index, addresses))
 
 
 def key_of(rows: Sequence[Any], tensors: Sequence[Any]) -> Hashable | None:

@@ -416,7 +416,7 @@ class Prepared:
         other as in the call that was checked are apart as they were; of any others whose ranges
         meet, the long way tells columns of the same rows from a mistake.
         """
-        if gcd(*addresses) & 15 or len({*addresses}) < len(addresses):
+        if gcd(*addresses) & 15 or len({0, *addresses}) <= len(addresses):
             if self._memory != memory(addresses):
                 return MISSED
         elif self._memory != USUAL:

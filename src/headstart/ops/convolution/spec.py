@@ -25,6 +25,7 @@ from headstart.ops.gated_delta_rule.shared_checks import (
 )
 from headstart.runtime.checks import (
     FLOATS,
+    all_in_memory,
     checking,
     dtype_name,
     expect_choice,
@@ -38,6 +39,7 @@ from headstart.runtime.checks import (
     expect_own_memory,
     expect_shape,
     expect_tensor,
+    in_memory,
     shown,
 )
 
@@ -146,12 +148,15 @@ def bind(
     )
     expect_choice("activation", activation, CONVOLUTION_ACTIVATIONS)
     expect_positions(schedule, state)
+    x, weight, bias = all_in_memory(x=x, weight=weight, bias=bias)
     packed, schedule = _packed(x, schedule)
     tokens = packed.shape[0]
     if tokens < schedule.T:
         raise ValueError(f"schedule: expected at most T = {tokens} tokens, got {schedule.T}")
     width = weight.shape[1]
     read, write = _state_slots(state, schedule, x, width)
+    if isinstance(state, torch.Tensor):
+        state = in_memory("state", state)
     expect_updates(state, schedule, expect_flag("return_state", return_state))
     kept = _snapshot_slots(snapshots, schedule, x, width, isinstance(state, CacheSlots))
     shared = share_slots(_memory(state), _memory(snapshots), isinstance(state, torch.Tensor))
@@ -199,6 +204,7 @@ def bind_norm(
         expect_dtype(name, tensor, DTYPES)
         expect_device(name, tensor, x.device, "x")
     expect_no_gradients("rms_norm_gated", x=x, weight=weight, gate=gate)
+    x, weight, gate = all_in_memory(x=x, weight=weight, gate=gate)
     eps = expect_number("eps", eps, "a finite number >= 0", lambda eps: eps >= 0)
     expect_choice("activation", activation, GATE_ACTIVATIONS)
     return GatedNormCall(x=x, weight=weight, gate=gate, eps=eps, activation=activation)
@@ -264,7 +270,8 @@ def _state_slots(
     if isinstance(state, CacheSlots):
         _expect_cache("state", state, x, width)
         expect_draft_lengths(schedule, state.cache.draft_tokens)
-        slots = host_slots("state", state.slots, count, entries, state.cache.slots)
+        cache = state.cache
+        slots = host_slots("state", state.slots, count, entries, cache.slots, cache.device)
         return slots, slots
     if not isinstance(state, Pool):
         raise ValueError(

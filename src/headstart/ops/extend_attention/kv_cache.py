@@ -13,6 +13,7 @@ from headstart.runtime.checks import (
     dtype_name,
     expect_device,
     expect_dtype,
+    expect_in_memory,
     expect_number,
     expect_shape,
     expect_tensor,
@@ -107,6 +108,15 @@ class KVCache:
         """What signatures hold of a cache, beside its tensors: see `runtime/steady.py`."""
         scales = self.k_scale, self.v_scale
         return tuple(None if isinstance(x, torch.Tensor) else (x,) for x in scales)
+
+    def expect_in_memory(self) -> None:
+        """Raise ValueError unless the values lie where kernels look for them."""
+        named = {
+            "cache.k": self.k, "cache.v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale
+        }  # fmt: skip
+        for name, held in named.items():
+            if isinstance(held, torch.Tensor):
+                expect_in_memory(name, held)
 
     @property
     def quantised(self) -> bool:

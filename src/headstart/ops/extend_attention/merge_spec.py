@@ -15,6 +15,7 @@ from headstart.runtime.checks import (
     expect_own_memory,
     expect_shape,
     expect_tensor,
+    in_memory,
     shown,
 )
 
@@ -61,11 +62,13 @@ def bind(parts: Sequence[Pair], sinks: torch.Tensor | None, out: Pair | None) ->
         expect_dtype(f"parts[{i}][1]", lse_part, (wide,))
         expect_device(f"parts[{i}][1]", lse_part, o.device, "parts[0]")
         expect_no_gradients("merge_attention", parts=o_part, lse=lse_part)
+        pairs[i] = in_memory(f"parts[{i}][0]", o_part), in_memory(f"parts[{i}][1]", lse_part)
     if sinks is not None:
         expect_shape("sinks", sinks, "[HQ]", (o.shape[1],))
         expect_dtype("sinks", sinks, DTYPES)
         expect_device("sinks", sinks, o.device, "parts[0]")
         expect_no_gradients("merge_attention", sinks=sinks)
+        sinks = in_memory("sinks", sinks)
     if out is not None:
         o_out, lse_out = _pair("out", out)
         expect_no_gradients("merge_attention", **{"out[0]": o_out, "out[1]": lse_out})

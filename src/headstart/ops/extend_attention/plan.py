@@ -21,8 +21,10 @@ from headstart.runtime.checks import (
     expect_int,
     expect_one_each,
     expect_place,
+    expect_tensor,
     host_ints,
     host_rows,
+    in_memory,
     positions_of_each,
     shown,
 )
@@ -441,9 +443,11 @@ def _index_tensor(
     """A private integer tensor: the caller may overwrite its own as soon as this returns."""
     place = None if device is None else expect_place("device", device)
     if isinstance(values, torch.Tensor):
+        expect_tensor(name, values)
         if values.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions, got shape {list(values.shape)}")
         expect_dtype(name, values, INTEGERS)
+        values = in_memory(name, values)
         return values.to(device=place or values.device, copy=True)
     if dims == 1:
         listed: Any = host_ints(name, values)

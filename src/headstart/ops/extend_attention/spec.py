@@ -12,6 +12,7 @@ from headstart.ops.extend_attention.locate import Consecutive, Paged
 from headstart.ops.extend_attention.plan import ExtendPlan
 from headstart.runtime.checks import (
     FLOATS,
+    all_in_memory,
     checking,
     expect_choice,
     expect_device,
@@ -178,11 +179,13 @@ def bind(
         expect_device("custom_mask", custom_mask, q.device, "q")
     o, lse = _expect_out(q, DV, part, out)
     _expect_no_other_gradients(cache, o, lse)
+    _expect_workspace(workspace, q)
+    q, k, v = all_in_memory(q=q, k=k, v=v)
+    sinks, custom_mask = all_in_memory(sinks=sinks, custom_mask=custom_mask)
     held = {} if cache is None else {"the cache's k": cache.k, "the cache's v": cache.v}
     for name, result, other in (("out", o, {"out[1]": lse}), ("out[1]", lse, {})):
         if result is not None:
             expect_own_memory(name, result, q=q, k=k, v=v, **held, **other)
-    _expect_workspace(workspace, q)
     call = ExtendCall(
         q=q,
         k=None if plan.new_in_cache else k,
@@ -269,6 +272,7 @@ def _expect_keys(
         expect_shape("cache.k", cache.k, "[..., HK, D]", (*cache.k.shape[:-2], HK, D))
         expect_shape("cache.v", cache.v, "[..., HK, DV]", (*cache.v.shape[:-2], HK, DV))
         expect_device("cache.k", cache.k, q.device, "q")
+        cache.expect_in_memory()
         _expect_layout(plan, cache)
     return HK, DV
 

@@ -10,6 +10,7 @@ import torch
 from headstart.ops.extend_attention.kv_cache import KVCache
 from headstart.ops.extend_attention.spec import DTYPES
 from headstart.runtime.checks import (
+    all_in_memory,
     checking,
     expect_device,
     expect_dtype,
@@ -18,6 +19,7 @@ from headstart.runtime.checks import (
     expect_shape,
     expect_tensor,
     host_ints,
+    in_memory,
 )
 
 
@@ -53,12 +55,15 @@ def bind(
         expect_device(name, tensor, cache.device, "cache")
     held = {"cache.k": cache.k, "cache.v": cache.v}
     expect_no_gradients("write_kv", k=k, v=v, **held)
+    k, v = all_in_memory(k=k, v=v)
+    cache.expect_in_memory()
     expect_own_memory("cache.k", cache.k, k=k, v=v, **{"cache.v": cache.v})
     expect_own_memory("cache.v", cache.v, k=k, v=v)
     if isinstance(slots, torch.Tensor):
         expect_shape("slots", slots, "[T]", (T,))
         expect_dtype("slots", slots, (torch.int32, torch.int64))
         expect_device("slots", slots, cache.device, "cache")
+        slots = in_memory("slots", slots)
         if slots.device.type == "cpu" or (checking() and slots.device.type != "meta"):
             _expect_slots(slots, cache.slots)
     else:

@@ -18,12 +18,14 @@ from headstart.ops.gated_delta_rule.spec import GatedDelta
 from headstart.ops.gated_delta_rule.torch_op import traced_rule
 from headstart.runtime import dispatch
 from headstart.runtime.checks import (
+    all_in_memory,
     expect_device,
     expect_dtype,
     expect_last_contiguous,
     expect_no_gradients,
     expect_shape,
     expect_tensor,
+    in_memory,
     shown,
 )
 from headstart.runtime.precision import full_float32
@@ -244,6 +246,7 @@ def chunk_map(
     T, _, K = k.shape
     expect_shape("v", v, "[T, HV, V]", (T, None, None))
     expect_no_gradients("chunk_map", k=k, v=v, g=g, beta=beta)
+    k, v, g, beta = all_in_memory(k=k, v=v, g=g, beta=beta)
     if not isinstance(schedule, Schedule):
         schedule = Schedule(schedule, device=k.device)
     N, HV = schedule.slot_count(schedule.N, 0), v.shape[1]
@@ -301,6 +304,7 @@ def compose(
             expect_dtype(f"{name}: {part}", tensor, (L1.dtype,))
             expect_device(f"{name}: {part}", tensor, L1.device, "first: L")
             expect_no_gradients("compose", **{f"{name}: {part}": tensor})
+            in_memory(f"{name}: {part}", tensor)
     with full_float32():
         return ChunkMap(L2 @ L1, L2 @ b1 + b2)
 

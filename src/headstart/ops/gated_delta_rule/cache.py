@@ -20,11 +20,13 @@ from headstart.ops.gated_delta_rule.schedule import CHUNK
 from headstart.runtime.checks import (
     FLOATS,
     INT32_MAX,
+    all_in_memory,
     checking,
     expect_device,
     expect_dtype,
     expect_finite,
     expect_flag,
+    expect_in_memory,
     expect_int,
     expect_no_gradients,
     expect_own_memory,
@@ -125,6 +127,7 @@ class DeltaCache:
             expect_shape(f"tensors[{name!r}]", tensors[name], words, shape)
             expect_dtype(f"tensors[{name!r}]", tensors[name], (kind,))
             expect_device(f"tensors[{name!r}]", tensors[name], self.device, "the cache")
+            expect_in_memory(f"tensors[{name!r}]", tensors[name])
         given = {f"tensors[{name!r}]": tensor for name, tensor in tensors.items()}
         expect_no_gradients("DeltaCache", **given)
         while given:
@@ -188,7 +191,9 @@ class DeltaCache:
         if not all(map(is_, held, tensors)) or len(held) != len(tensors):
             sizes = self.H, self.HV, self.K, self.V, self.conv_channels, self.conv_width
             more = self.slots, self.per_channel, self.dtype, self.draft_tokens, self.device
-            laid = tuple((name, x.shape, x.stride(), x.dtype) for name, x in self.tensors.items())
+            laid = [
+                (name, x.shape, x.stride(), x.dtype, x.is_neg()) for name, x in self.tensors.items()
+            ]
             kind = _kinds.setdefault((*sizes, *more, *laid), object())
             self._seen = tuple(tensors), kind
         return kind
@@ -214,6 +219,11 @@ class DeltaCache:
         A list is copied here, and to the device once: what is returned may serve many steps.
         """
         return CacheSlots(self, slots)
+
+    def expect_in_memory(self) -> None:
+        """Raise ValueError unless the values lie where kernels look for them."""
+        for name, tensor in self.tensors.items():
+            expect_in_memory(f"the cache's {name}", tensor)
 
     def reset(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Make slots empty."""
@@ -280,6 +290,7 @@ class DeltaCache:
         expect_shape("states", states, "[N, HV, K, V]", (count, self.HV, self.K, self.V))
         expect_dtype("states", states, STORED)
         expect_no_gradients("DeltaCache.load", states=states, histories=histories)
+        states, histories = all_in_memory(states=states, histories=histories)
         if states.device.type == "cpu" or (checking() and states.device.type != "meta"):
             full = torch.tensor(places, device=states.device).view(-1, 1, 1, 1) > 0
             wide = self.tensors["state"].dtype
@@ -314,6 +325,8 @@ class DeltaCache:
         self, name: str, slots: Sequence[int] | torch.Tensor, *, distinct: bool = False
     ) -> torch.Tensor:
         """Slots as indices on the device, checked where the host knows them."""
+        if not all(map(torch.Tensor.data_ptr, self.tensors.values())):
+            self.expect_in_memory()  # which says of which
         found = host_ints(name, slots)
         for slot in found:
             if not 0 <= slot < self.slots:

@@ -10,6 +10,7 @@ from headstart.ops.gated_delta_rule.cache import CacheSlots
 from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.runtime.checks import (
+    INTEGERS,
     checking,
     dtype_name,
     expect_dtype,
@@ -17,6 +18,7 @@ from headstart.runtime.checks import (
     expect_shape,
     host_flags,
     host_ints,
+    in_memory,
     shown,
 )
 
@@ -58,7 +60,8 @@ def expect_updates(state: object, schedule: Schedule, return_state: bool) -> Non
 
 
 def expect_same_memory(name: str, at: CacheSlots, x: torch.Tensor, of: str) -> None:
-    """Raise unless a cache has the dtype and the device of an input, which is called `of`."""
+    """Raise unless a cache has the dtype and the device of an input, which is called `of`, and
+    memory."""
     cache = at.cache
     if cache.dtype != x.dtype:
         raise ValueError(
@@ -67,34 +70,44 @@ def expect_same_memory(name: str, at: CacheSlots, x: torch.Tensor, of: str) -> N
         )
     if cache.device != x.device and x.device.type != "meta":
         raise ValueError(f"{name}: expected device {x.device} (that of {of}), got {cache.device}")
+    cache.expect_in_memory()
 
 
 def snapshot_slots(snapshots: Pool | CacheSlots, schedule: Schedule) -> list[int] | None:
     """Slots that snapshots go to, as a list where the host knows them."""
     count, entries = schedule.M, schedule.slot_count(schedule.M, 2)
     if isinstance(snapshots, CacheSlots):
-        return host_slots("snapshots", snapshots.slots, count, entries, snapshots.cache.slots)
+        cache = snapshots.cache
+        return host_slots("snapshots", snapshots.slots, count, entries, cache.slots, cache.device)
     if snapshots.write_slots is None:
         raise ValueError("snapshots: expected a Pool with write_slots, got write_slots None")
-    limit = snapshots.tensor.shape[0]
-    return host_slots("snapshots", snapshots.write_slots, count, entries, limit)
+    limit, device = snapshots.tensor.shape[0], snapshots.tensor.device
+    return host_slots("snapshots", snapshots.write_slots, count, entries, limit, device)
 
 
 def host_slots(
-    name: str, slots: Sequence[int] | torch.Tensor, count: int, entries: int, limit: int
+    name: str,
+    slots: Sequence[int] | torch.Tensor,
+    count: int,
+    entries: int,
+    limit: int,
+    device: torch.device,
 ) -> list[int] | None:
     """The first `count` of `entries` slots as a list, checked against -1 and `limit`.
 
-    None for a tensor on another device, whose values the host does not look at unless
+    None for a tensor on the device of their pool, whose values the host does not look at unless
     HEADSTART_CHECK=1 asks for it.
 
-    >>> host_slots("slots", [3, -1], 2, 2, 8)
+    >>> host_slots("slots", [3, -1], 2, 2, 8, torch.device("cpu"))
     [3, -1]
     """
-    if isinstance(slots, torch.Tensor) and slots.device.type != "cpu" and not checking():
-        if tuple(slots.shape) != (entries,):
-            raise ValueError(f"{name}: expected [{entries}] slots, got {list(slots.shape)}")
-        return None
+    if isinstance(slots, torch.Tensor) and slots.device.type != "cpu":
+        _expect_near(name, slots, device)
+        if slots.device.type == "meta" or not checking():
+            if tuple(slots.shape) != (entries,):
+                raise ValueError(f"{name}: expected [{entries}] slots, got {list(slots.shape)}")
+            expect_dtype(name, slots, INTEGERS)
+            return None
     found = host_ints(name, slots)
     if len(found) != entries:
         raise ValueError(f"{name}: expected {entries} slots, got {len(found)}")
@@ -106,12 +119,12 @@ def host_slots(
 
 def pool_slots(pool: Pool, count: int, entries: int) -> tuple[list[int] | None, list[int] | None]:
     """Slots of a state pool that are read and written, as lists where the host knows them."""
-    limit = pool.tensor.shape[0]
+    limit, device = pool.tensor.shape[0], pool.tensor.device
     read = write = None
     if pool.read_slots is not None:
-        read = host_slots("read_slots", pool.read_slots, count, entries, limit)
+        read = host_slots("read_slots", pool.read_slots, count, entries, limit, device)
     if pool.write_slots is not None:
-        write = host_slots("write_slots", pool.write_slots, count, entries, limit)
+        write = host_slots("write_slots", pool.write_slots, count, entries, limit, device)
     elif pool.read_slots is None:
         raise ValueError("write_slots: expected slots, since read_slots is None, got None")
     else:
@@ -119,9 +132,19 @@ def pool_slots(pool: Pool, count: int, entries: int) -> tuple[list[int] | None, 
     if isinstance(pool.present, torch.Tensor):  # not read here: it may lie on a device
         expect_shape("present", pool.present, "[N]", (entries,))
         expect_dtype("present", pool.present, (torch.bool,))
+        _expect_near("present", pool.present, device)
+        in_memory("present", pool.present)
     elif pool.present is not None:
         host_flags("present", pool.present, entries)
     return read, write
+
+
+def _expect_near(name: str, values: torch.Tensor, device: torch.device) -> None:
+    """Raise unless a list of the caller's lies on the CPU or on the device of its pool."""
+    if values.device.type not in ("cpu", device.type) and device.type != "meta":
+        raise ValueError(
+            f"{name}: expected a list on {device} or on the CPU, got one on {values.device}"
+        )
 
 
 def expect_draft_lengths(schedule: Schedule, draft_tokens: int) -> None:

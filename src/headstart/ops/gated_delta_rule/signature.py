@@ -20,7 +20,6 @@ from headstart.ops.gated_delta_rule.pool import Pool
 from headstart.ops.gated_delta_rule.schedule import Schedule
 from headstart.ops.gated_delta_rule.torch_op import NAMES
 from headstart.runtime import checks, launcher
-from headstart.runtime.checks import INTEGERS
 from headstart.runtime.dispatch import NUMBERS, Signature
 from headstart.runtime.launcher import HostInts
 from headstart.runtime.workspace import Workspace
@@ -92,16 +91,16 @@ def state_facts(state: Any, step: tuple, rows: Tensors, held: Tensors, used: Use
     entries = step[0] if step[5] is None else step[5][0]
     if type(state) is CacheSlots:
         cache = state.cache
-        slots = slot_facts(state.slots, entries, cache.slots, cache.device, held, True)
+        slots = slot_facts(state.slots, entries, cache.slots, cache.device, rows, held, True)
         held += used(cache.tensors)
         return REFUSED if slots is REFUSED else (cache.kind, slots)
     if type(state) is not Pool or not isinstance(state.tensor, Tensor):
         return REFUSED
     read, write, limit = state.read_slots, state.write_slots, state.tensor.shape[0]
     device = state.tensor.device
-    reads = slot_facts(read, entries, limit, device, held, write is None)
-    writes = slot_facts(write, entries, limit, device, held, True)
-    present = _present_facts(state.present, entries, device, held)
+    reads = slot_facts(read, entries, limit, device, rows, held, write is None)
+    writes = slot_facts(write, entries, limit, device, rows, held, True)
+    present = _present_facts(state.present, entries, device, rows, held)
     if reads is REFUSED or writes is REFUSED or present is REFUSED:
         return REFUSED
     if not _apart(read, write) and read != write:
@@ -133,15 +132,16 @@ def snapshot_facts(
     else:
         return REFUSED
     entries = step[2] if step[5] is None else step[5][2]
-    found = slot_facts(slots, entries, limit, device, held, True)
+    found = slot_facts(slots, entries, limit, device, rows, held, True)
     if slots is None or found is REFUSED or not all(_apart(slots, other) for other in lists):
         return REFUSED
     return *facts, found
 
 
 def slot_facts(
-    slots: Any, entries: int, limit: int, device: torch.device, held: Tensors, written: bool
-) -> Any:
+    slots: Any, entries: int, limit: int, device: torch.device, rows: Tensors, held: Tensors,
+    written: bool,
+) -> Any:  # fmt: skip
     """Facts of slots, whose copy on the device is appended; REFUSED: the long way."""
     if slots is None:
         return None
@@ -151,10 +151,12 @@ def slot_facts(
             return REFUSED
         held.append(slots.on_device(device))
         return "host"
-    return _on_device(slots, INTEGERS, entries, device, held)
+    return _on_device(slots, rows)
 
 
-def _present_facts(present: Any, entries: int, device: torch.device, held: Tensors) -> Any:
+def _present_facts(
+    present: Any, entries: int, device: torch.device, rows: Tensors, held: Tensors
+) -> Any:
     if present is None:
         return None
     if type(present) is HostInts:
@@ -162,27 +164,15 @@ def _present_facts(present: Any, entries: int, device: torch.device, held: Tenso
             return REFUSED
         held.append(present.on_device(device))
         return "host"
-    return _on_device(present, (torch.bool,), entries, device, held)
+    return _on_device(present, rows)
 
 
-def _on_device(
-    values: Any,
-    dtypes: tuple[torch.dtype, ...],
-    entries: int,
-    device: torch.device,
-    held: Tensors,
-) -> Any:
+def _on_device(values: Any, rows: Tensors) -> Any:
     """Facts of a list that the caller keeps on the device, where nobody looks at its values."""
-    if (
-        type(values) is not Tensor
-        or values.device != device
-        or values.shape != (entries,)
-        or values.dtype not in dtypes
-        or not values.is_contiguous()
-    ):
+    if not isinstance(values, Tensor) or not launcher.prepares(values):
         return REFUSED
-    held.append(values)
-    return values.dtype
+    rows.append(values)
+    return "device"
 
 
 def _one(pool: Tensor, other: Tensor) -> bool:

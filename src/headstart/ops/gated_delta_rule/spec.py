@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from headstart.ops.gated_delta_rule.shared_checks import (
 )
 from headstart.runtime.checks import (
     FLOATS,
+    all_in_memory,
     checking,
     dtype_name,
     expect_device,
@@ -38,6 +39,7 @@ from headstart.runtime.checks import (
     expect_own_memory,
     expect_shape,
     expect_tensor,
+    in_memory,
     packs,
     shown,
 )
@@ -127,11 +129,12 @@ def bind(
     shape, (q, k, v, g, beta), schedule = _packed(q, k, v, g, beta, schedule)
     expect_no_gradients("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta)
     _expect_no_other_gradients(state, gate, snapshots, out)
+    q, k, v, g, beta = all_in_memory(q=q, k=k, v=v, g=g, beta=beta)
     T, H, K = q.shape
     HV, V = v.shape[1:]
     if schedule.T > T:
         raise ValueError(f"schedule: expected at most T = {T} tokens, got {schedule.T}")
-    _expect_gate(gate, g, HV, K, q.device)
+    gate = _gate(gate, g, HV, K, q.device)
     cached = isinstance(state, CacheSlots)
     expect_flag("return_state", return_state)
     expect_flag("qk_l2norm", qk_l2norm)
@@ -142,6 +145,8 @@ def bind(
             "reproducible: expected True with a DeltaCache, which implies it, got False"
         )
     read, write = _state_slots(state, schedule, (H, HV, K, V), q, g)
+    if isinstance(state, torch.Tensor):
+        state = in_memory("state", state)
     expect_updates(state, schedule, return_state)
     kept = _snapshot_slots(snapshots, schedule, (H, HV, K, V), q, cached)
     shared = share_slots(_memory(state), _memory(snapshots), isinstance(state, torch.Tensor))
@@ -275,11 +280,12 @@ def _packed(
     return shape, (q, k, v, g, beta), schedule
 
 
-def _expect_gate(gate: Gate, g: torch.Tensor | None, HV: int, K: int, device: torch.device) -> None:
+def _gate(gate: Gate, g: torch.Tensor | None, HV: int, K: int, device: torch.device) -> Gate:
+    """The gate, its parameters checked and in memory."""
     if not isinstance(gate, Gate):
         raise ValueError(f"gate: expected a Gate such as Gate.log(), got {shown(gate)}")
     if gate.kind != "raw":
-        return
+        return gate
     if g is None:
         raise ValueError("g: expected a tensor with Gate.raw, got None")
     expect_shape("a_log", expect_tensor("a_log", gate.a_log), "[HV]", (HV,))
@@ -291,6 +297,10 @@ def _expect_gate(gate: Gate, g: torch.Tensor | None, HV: int, K: int, device: to
         expect_shape("dt_bias", gate.dt_bias, words, (HV, *channels))
         expect_dtype("dt_bias", gate.dt_bias, STATE_DTYPES)
         expect_device("dt_bias", gate.dt_bias, device, "q")
+    # Kernels take a step of one element from head to head.
+    a_log = in_memory("a_log", gate.a_log).contiguous()
+    dt_bias = None if gate.dt_bias is None else in_memory("dt_bias", gate.dt_bias).contiguous()
+    return replace(gate, a_log=a_log, dt_bias=dt_bias)
 
 
 def _state_slots(
@@ -317,7 +327,8 @@ def _state_slots(
             words = "per channel" if state.cache.per_channel else "per head"
             raise ValueError(f"g: expected a decay {words}, as the cache has, got {list(g.shape)}")
         expect_draft_lengths(schedule, state.cache.draft_tokens)
-        slots = host_slots("state", state.slots, count, entries, state.cache.slots)
+        cache = state.cache
+        slots = host_slots("state", state.slots, count, entries, cache.slots, cache.device)
         return slots, slots
     if isinstance(state, Pool):
         expect_pool("state", state, sizes, q)
