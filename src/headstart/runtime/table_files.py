@@ -40,6 +40,7 @@ class Key(NamedTuple):
     operation, kernel: whose configuration: a name in `KERNELS`.
     sizes: sizes of heads or rows, in the order of `Kernel.sizes`.
     ratio: query heads of a key head as a `ratio_class`; 0 where it does not matter.
+    windowed: whether there is a window that counts as one (docs/tables.md): long ones are as none.
     switches: what else changes the program, in the order of `Kernel.switches`.
     """
 

@@ -121,11 +121,18 @@ def test_fifty_batches_compile_each_kernel_once(layout, options):
     assert names
 
 
-def test_windows_of_any_width_compile_one_kernel():
+def test_windows_compile_one_kernel_for_short_ones_and_one_for_long_ones():
+    from headstart.ops.extend_attention.triton.config import LONG_WINDOW
+
+    counts = []
     with compiled(*kernels()) as found:
-        for window in (1, 2, 16, 100, 128, 4096):
+        for window in (1, 2, 16, 100, 128, LONG_WINDOW - 1, LONG_WINDOW, 4096, 10**6):
             attend([70, 3], [200, 64], "pages", window=window)
-    assert len(found) == 1
+            counts.append(len(found))
+        for window in (100, 10**6):
+            attend([70, 3], [200, 64], "pages", window=window, reproducible=True)
+            counts.append(len(found))
+    assert counts == [1] * 6 + [2] * 3 + [3] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)

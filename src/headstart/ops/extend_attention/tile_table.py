@@ -6,7 +6,8 @@ first, so that no block of a launch stands for rows that do not exist. A tile ma
 of `piece` keys each, which programs of their own reduce and a second launch joins. That is done
 with a tile that is the only one of its sequence: short rows on long prefixes (decoding) then fill
 the device. And with the last tiles, where they fill at most half of it: the others took full
-rounds, and the last round would last as long as one of them.
+rounds, and the last round would last as long as one of them. Pieces that lie wholly before what a
+window shows are not listed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Cut:
 
     part: as of the call. joined: prefix and new keys of a sequence are one run of cached keys where
     their positions are. tokens: new tokens of a tile. piece: keys of a piece, 0: nothing is cut;
-    absolute: pieces are counted from position 0, not from the first prefix key.
+    absolute: pieces are counted from position 0, not from the first prefix key. at_once: tiles that
+    a device takes at a time, 0: the last ones are left as they are. window: positions up to its own
+    that a row sees where it is cut, 0: all.
     """
 
     part: str
@@ -52,6 +55,7 @@ class Cut:
     piece: int
     absolute: bool
     at_once: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +167,7 @@ def _cut_tiles(plan: ExtendPlan, cut: Cut) -> list[_CutTile]:
     last = [
         _CutTile(n, first, min(cut.tokens, lengths[n] - first), found)
         for n, first in _whole_tiles(plan, cut)[count - behind :].tolist()
-        if (found := _pieces(plan, cut, n))
+        if (found := _pieces(plan, cut, n, first))
     ]
     return alone + last if sum(len(t.pieces) * t.rows for t in last) <= LAST_ROWS else alone
 
@@ -222,24 +226,25 @@ def _join_rows(plan: ExtendPlan, cut: Cut) -> torch.Tensor:
 
 def _alone(plan: ExtendPlan, cut: Cut, n: int) -> range:
     """The pieces of sequence n's one tile; empty where it has more or the tile is not cut."""
-    return _pieces(plan, cut, n) if 0 < plan.lengths[n] <= cut.tokens else range(0)
+    return _pieces(plan, cut, n, 0) if 0 < plan.lengths[n] <= cut.tokens else range(0)
 
 
-def _pieces(plan: ExtendPlan, cut: Cut, n: int) -> range:
-    """The pieces of a tile of sequence n; empty where they would be fewer than two."""
-    length, keys = plan.lengths[n], plan.prefix[n]
-    if not cut.piece or cut.part == "extend":
+def _pieces(plan: ExtendPlan, cut: Cut, n: int, first: int) -> range:
+    """The pieces that the tile of sequence n at row `first` sees; empty where they are below two.
+
+    The last piece of a sequence is always among them: it takes the new keys too.
+    """
+    keys, continues = plan.prefix[n], _continues(plan, n)
+    start, own = plan.key_start[n], plan.query_start[n]
+    if not cut.piece or cut.part == "extend" or (cut.absolute and not continues):
         return range(0)
-    continues = _continues(plan, n)
+    if cut.window and start + keys > own:
+        return range(0)  # keys behind the rows: `_most_pieces` counts on none
     if cut.part == "all" and continues and (cut.absolute or cut.joined):
-        keys += length
-    if not cut.absolute:
-        found = range(-(-keys // cut.piece))
-    elif continues:
-        start = plan.key_start[n]
-        found = range(start // cut.piece, -(-(start + keys) // cut.piece))
-    else:
-        found = range(0)
+        keys += plan.lengths[n]
+    left = min(max(own + first - cut.window + 1 - start, 0), keys) if cut.window else 0
+    origin = start if cut.absolute else 0
+    found = range((origin + left) // cut.piece, -(-(origin + keys) // cut.piece))
     return found if len(found) > 1 else range(0)
 
 
@@ -253,8 +258,14 @@ def _most_pieces(plan: ExtendPlan, cut: Cut) -> int:
     """Pieces that any forward within the plan's capacity may have."""
     assert plan.capacity is not None
     sequences, tokens, keys = plan.capacity
+    if not cut.piece:
+        return 0
     # A run of n keys touches at most n // piece + 2 blocks of absolute positions.
-    return (keys + tokens) // cut.piece + 2 * sequences if cut.piece else 0
+    most = (keys + tokens) // cut.piece + 2 * sequences
+    if cut.window:
+        seen = cut.window + cut.tokens - 1
+        most = min(most, sequences * (seen // cut.piece + 2))
+    return most
 
 
 def _filled(table: torch.Tensor, rows: int, value: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ from headstart.ops.extend_attention.tile_table import (
 )
 from headstart.ops.extend_attention.triton.config import (
     FEW,
+    LONG_WINDOW,
     Columns,
     Config,
     columns,
@@ -77,15 +78,27 @@ def declines(call: ExtendCall) -> str | None:
 def cut_of(call: ExtendCall, config: Config) -> Cut:
     """How the call's plan is laid out in tables."""
     at_once = programs_at_once(call, config) // blocks_of_heads(call, config)
+    short = short_window(call)
+    # Cached keys at listed positions follow no order: any piece may be seen.
+    bounded = not short and call.plan.key_positions is None
     return Cut(
         part=call.part,
         joined=call.part == "all" and call.plan.new_in_cache and call.custom_mask is None,
         tokens=packing(call.HQ, call.HK, config.BM)[1],
-        # Under a window a row sees few keys, however long its prefix is.
-        piece=0 if call.window is not None else config.piece,
+        # Under a short window a row sees few keys, however long its prefix is.
+        piece=0 if short else config.piece,
         absolute=call.reproducible,
-        at_once=0 if call.window is not None else at_once,
+        at_once=0 if short else at_once,
+        window=(call.window or 0) if bounded else 0,
     )
+
+
+def short_window(call: ExtendCall) -> bool:
+    """Whether rows see few keys: they are not cut, and most of their tiles are borders.
+
+    The reproducible kernel takes every window for one.
+    """
+    return call.window is not None and (call.reproducible or call.window < LONG_WINDOW)
 
 
 def blocks_of_heads(call: ExtendCall, config: Config) -> int:
@@ -131,7 +144,7 @@ def _found(call: ExtendCall, *, masked: bool, scattered: bool = False) -> Config
 
 def _by_rule(call: ExtendCall, scattered: bool, masked: bool) -> Config:
     return configuration(
-        call.D, call.DV, multiplied_in(call), windowed=call.window is not None,
+        call.D, call.DV, multiplied_in(call), windowed=short_window(call),
         ratio=ratio_class(call.HQ, call.HK),
         scattered=scattered, listed=scattered and _listed(call), few=scattered and _few(call),
         masked=masked, reproducible=call.reproducible, target=target_of(call.device).name,
@@ -148,18 +161,17 @@ def _key(call: ExtendCall, scattered: bool, masked: bool) -> Key:
             ("fp8", scattered and _quantised(call)),
         ]
     switches = tuple(switch for switch, on in (*there, ("mask", masked)) if on)
-    windowed = call.window is not None
-    sizes = call.D, call.DV
+    sizes, windowed = (call.D, call.DV), short_window(call)
     return Key("extend_attention", name, sizes, multiplied_in(call), ratio, windowed, switches)
 
 
 def _few(call: ExtendCall) -> bool:
-    """Whether no sequence brings more than FEW rows to keys without a window, as in decoding.
+    """Whether no sequence brings more than FEW rows, as in decoding; not under a short window.
 
     Of a plan with a capacity: whether there is room for no more than that on average.
     """
     tokens = packing(call.HQ, call.HK, FEW)[1]
-    if call.window is not None:
+    if short_window(call):
         return False
     if call.plan.capacity is not None:
         sequences, most, _ = call.plan.capacity
@@ -203,7 +215,7 @@ def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
 
     Beside it what programs of the reproducible kernel park where rows have several blocks of keys.
     """
-    if call.window is not None:
+    if short_window(call):
         return {}
     rows = max(rows, 1)
     found: Layout = {
@@ -222,7 +234,7 @@ def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
 
 
 def programs_at_once(call: ExtendCall, config: Config) -> int:
-    """Programs without a window that a device holds; the reproducible kernel starts no more."""
+    """Programs that a device holds where rows may be cut; no more of reproducible ones start."""
     there = MULTIPROCESSORS if call.device.type == "meta" else processors(call.device)
     return there * config.resident
 
@@ -300,7 +312,7 @@ def arguments(
     blocks = blocks_of_heads(call, config)
     kind = call.D, call.DV, multiplied_in(call)
     place: dict[str, Any] = {
-        "windowed": call.window is not None,
+        "windowed": short_window(call),
         "target": target_of(call.device).name,
     }
     given: dict[str, Any] = {
@@ -318,12 +330,13 @@ def arguments(
         "o_token": o.stride(0), "o_head": o.stride(1), "o_channel": o.stride(2),
         "lse_token": 0 if lse is None else lse.stride(0),
         "lse_head": 0 if lse is None else lse.stride(1),
-        "HQ": call.HQ, "HEADS": blocks, "GROUP": group, "PACK": heads,
+        "heads": call.HQ, "blocks": blocks, "HQ": call.HQ, "HEADS": blocks,
+        "GROUP": group, "PACK": heads,
         "D": call.D, "DV": call.DV, "BD": read.size, "BDV": BDV,
         "PARTS": read.parts, "AGAIN": read.again,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
-        "BH": max(1, min(1024 // BDV, 1 << (call.HQ - 1).bit_length())),
-        "PIECE": 0 if call.window is not None else config.piece, "BLOCK": config.piece,
+        "BH": 1024 // BDV,
+        "PIECE": 0 if short_window(call) else config.piece, "BLOCK": config.piece,
         "CAUSAL": call.causal, "WINDOWED": call.window is not None,
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,

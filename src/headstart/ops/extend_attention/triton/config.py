@@ -69,6 +69,9 @@ FULL = {
         512: Config(16, 16, 1, 8),
     },
 }
+LONG_WINDOW = 2048
+"""A window of so many keys or more counts as none in the default kernel: nearly all tiles that a
+row sees are clear, and where few rows are decoded their keys are worth cutting into pieces."""
 WINDOWED = {
     "hopper": {
         64: Config(64, 32, 2, 4, registers=80),
@@ -81,7 +84,7 @@ WINDOWED = {
     "cdna": {64: Config(64, 32, 1, 4), 128: Config(64, 32, 1, 4)},
     "rdna": {},
 }
-"""Under a window, where it differs."""
+"""Under a short window, where it differs."""
 SCATTERED: dict[str, dict[tuple[bool, int], Config]] = {
     "hopper": {
         (False, 128): Config(128, 64, 4, 8),
@@ -91,9 +94,9 @@ SCATTERED: dict[str, dict[tuple[bool, int], Config]] = {
         (True, 256): Config(64, 32, 2, 4),
     }
 }
-"""Where cached keys are copied row by row: kind -> (under a window or not, width), where it differs
-from FULL and WINDOWED; rows of just such a width come before those that are read as wide. Under a
-window tiles of narrow rows are the same, and so are the bits.
+"""Where cached keys are copied row by row: kind -> (under a short window or not, width), where it
+differs from FULL and WINDOWED; rows of just such a width come before those that are read as wide.
+Under a short window tiles of narrow rows are the same, and so are the bits.
 
 Wide tiles without a window are for prompts, whose rows share each copy. Where every sequence brings
 `FEW` rows at most, as in decoding, FULL and REPRODUCIBLE hold: of tiles of 128 rows there is room
@@ -106,8 +109,8 @@ less time there on an H200."""
 FEW = 64
 """Rows, all heads of a group counted, that fit a tile of those kinds of call."""
 MANY = 32
-"""Query heads of a key head from which tiles under a window have so few tokens that they see little
-more than one token does: tiles of 16 keys take 15 % less time there on an H200."""
+"""Query heads of a key head from which tiles under a short window have so few tokens that they see
+little more than one token does: tiles of 16 keys take 15 % less time there on an H200."""
 REPRODUCIBLE = {
     "hopper": {
         64: Config(64, 128, 2, 4, piece=8192, registers=168, resident=3),
@@ -184,9 +187,10 @@ def configuration(
     """The one configuration of a kind of call. Of lengths and the batch it depends on `few` alone.
 
     Entries of a custom mask take registers, so tiles are smaller; but not where bits are promised:
-    there a mask that says what the causal rule says must give the bits of that rule. ratio: query
-    heads of a key head, as a class; bits that are promised do not depend on it. scattered: cached
-    keys are copied row by row. listed: each of those has a slot of its own. few: no sequence brings
+    there a mask that says what the causal rule says must give the bits of that rule. windowed:
+    under a window below `LONG_WINDOW`, or under any where bits are promised. ratio: query heads of
+    a key head, as a class; bits that are promised do not depend on it. scattered: cached keys are
+    copied row by row. listed: each of those has a slot of its own. few: no sequence brings
     more than `FEW` rows. target: as `headstart static` names it.
 
     >>> configuration(64, 64, torch.bfloat16, windowed=True)
@@ -283,8 +287,9 @@ def order(
     "early" (`sweep_early`) and "late" (`sweep_late`): products run beside the softmax of another
     turn. "ahead" (`sweep`): the next tiles are on their way during a softmax; where rows are
     narrow, several programs of a multiprocessor do the rest for each other, with fewer registers.
-    "": none of them. Measured on Hopper alone. The reproducible kernel knows no "early"; tiles that
-    a page table names it reads late in any case: that is how they are on their way in time.
+    "": none of them. windowed: as for `configuration`. Measured on Hopper alone. The reproducible
+    kernel knows no "early"; tiles that a page table names it reads late in any case: that is how
+    they are on their way in time.
 
     >>> order(64, 64, torch.bfloat16, windowed=True, target="cuda:90")
     'ahead'

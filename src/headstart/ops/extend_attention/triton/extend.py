@@ -3,7 +3,7 @@
 A program takes a tile of rows. It goes over tiles of BN prefix keys, then over tiles of new keys,
 both bounded as `tiles.py` says; only tiles on the border, which some row sees in part, take a mask.
 Heavy tiles of rows come first. A piece of a tile takes PIECE prefix keys; the last one the new keys
-too.
+too. PIECE is 0 under a short window, where no tile is cut.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -41,8 +41,12 @@ def run_of_tiles(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Absorb what the rows at positions `queries` see of one run, within the tiles `limits`."""
+    """Absorb what the rows at positions `queries` see of one run, within the tiles `limits`.
+
+    SHORT: whether a window is short, so that there are few turns.
+    """
     start, count = run
     first, last = queries
     window = numbers[0]
@@ -72,7 +76,7 @@ def run_of_tiles(
             acc, m, l, b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
             FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
         )  # fmt: skip
-    elif DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (WINDOWED or MASKED or LISTED):
+    elif DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (SHORT or MASKED or LISTED):
         acc, m, l = sweep_late(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
             FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
@@ -97,18 +101,18 @@ def run_of_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["total", "listed", "page_rows", "window"],
+    do_not_specialize=["total", "listed", "page_rows", "window", "heads", "blocks"],
     do_not_specialize_on_alignment=["places", "positions", "custom_mask"],
 )
 def extend_kernel(
     q, k, v, k_tiles, v_tiles, cache_k, cache_v, cache_k_tiles, cache_v_tiles, places, positions,
     custom_mask, sinks, k_scale, v_scale, o, lse, part_acc, part_m, part_l, sequences, tiles,
-    total, listed, page_rows, window, inner, factor, k_number, v_number,
+    total, listed, page_rows, window, heads, blocks, inner, factor, k_number, v_number,
     q_token, q_head, k_token, k_head, v_token, v_head,
     o_token, o_head, o_channel, lse_token, lse_head,
     cache_k_page, cache_k_row, cache_k_head, cache_k_channel,
     cache_v_page, cache_v_row, cache_v_head, cache_v_channel, k_scale_head, v_scale_head,
-    HQ: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PARTS: tl.constexpr, AGAIN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BT: tl.constexpr, PIECE: tl.constexpr,
@@ -118,7 +122,7 @@ def extend_kernel(
     SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile and block of heads.
+    """One program for each tile and each of its `blocks` of heads, of all `heads` of queries.
 
     FOUND: how cached keys are found, "" where there are none; PAGE and page_rows: as for `look_up`
     and `find`. NEW: where new keys are: "packed", "cached" or "". MASK: what a custom mask covers:
@@ -128,10 +132,12 @@ def extend_kernel(
     config.py says, where tiles are read through descriptors.
     """
     i = tl.program_id(0)
-    n, row, length, first, piece, scratch = tile_of(i // HEADS, sequences, tiles, listed, total, BT)
+    n, row, length, first, piece, scratch = tile_of(
+        i // blocks, sequences, tiles, listed, total, BT
+    )  # fmt: skip
     if first >= length:
         return
-    key_head, group_head = head_of(i % HEADS, GROUP, PACK)
+    key_head, group_head = head_of(i % blocks, GROUP, PACK)
     first_row, o_t, o_h, m_row = rows_of(row, first, length, group_head, GROUP, PACK, BT, BM)
     tile_rows = (first_row, o_t, o_h + key_head * GROUP, m_row)
     facts = facts_of(sequences, n)
@@ -178,7 +184,7 @@ def extend_kernel(
             (old_k, old_v, k_strides, v_strides, page_rows, where, 0), (places, positions, entry),
             (cache_k_tiles, cache_v_tiles, key_head * cache_k_head, key_head * cache_v_head),
             old_numbers, FOUND, PAGE, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK == "all", LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER, PIECE == 0,
         )  # fmt: skip
         if SCALES and NEW != "cached":
             acc = acc * b_v_scale
@@ -193,7 +199,7 @@ def extend_kernel(
                 (places, positions, where),
                 (cache_k_tiles, cache_v_tiles, 0, 0), old_numbers, FOUND, PAGE, False,
                 CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER, PIECE == 0,
             )  # fmt: skip
             if SCALES:
                 acc = acc * b_v_scale
@@ -207,10 +213,10 @@ def extend_kernel(
                 (row, positions, row),
                 (k_tiles, v_tiles, key_head * k_head, key_head * v_head),
                 (window, inner, factor), "run", 1, DESCRIBED, CAUSAL, WINDOWED, MASK != "", False,
-                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER, PIECE == 0,
             )  # fmt: skip
     keep(
         acc, m, l, o, lse, sinks, part_acc, part_m, part_l, tile_rows,
         piece, scratch, n, (o_token, o_head, o_channel, lse_token, lse_head),
-        HQ, DV, BDV, HAS_SINKS, HAS_LSE,
+        heads, DV, BDV, HAS_SINKS, HAS_LSE,
     )  # fmt: skip

@@ -14,17 +14,17 @@ from headstart.ops.extend_attention.triton.softmax import NOTHING, finish, join
 _JOIN = tl.constexpr(JOIN_COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def join_kernel(
     o, lse, sinks, part_acc, part_m, part_l, joins,
-    o_token, o_head, o_channel, lse_token, lse_head,
-    HQ: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
+    o_token, o_head, o_channel, lse_token, lse_head, heads,
+    DV: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each packed row that was cut and each BH query heads."""
+    """One program for each packed row that was cut and each BH of all `heads` of queries."""
     i = tl.program_id(0)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
-    m_h = o_h < HQ
+    m_h = o_h < heads
     row = tl.load(joins + i * _JOIN)
     if row < 0:
         return
@@ -37,7 +37,7 @@ def join_kernel(
     m = tl.full((BH,), NOTHING, tl.float32)
     l = tl.zeros((BH,), tl.float32)  # noqa: E741
     for _ in range(pieces):
-        at = entry * HQ + o_h
+        at = entry * heads + o_h
         b_acc = tl.load(part_acc + (at * DV)[:, None] + o_d[None, :], mask=m_acc, other=0.0)
         b_m = tl.load(part_m + at, mask=m_h, other=NOTHING)
         b_l = tl.load(part_l + at, mask=m_h, other=0.0)

@@ -126,18 +126,18 @@ def store_rows(base, at, b_x, m_row, channel, SIZE: tl.constexpr, BD: tl.constex
 @triton.jit
 def keep(
     acc, m, l, o, lse, sinks, part_acc, part_m, part_l, rows, piece, scratch, n,  # noqa: E741
-    strides, HQ: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    strides, heads, DV: tl.constexpr, BDV: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Write what a tile gives: o and LSE, or the state of a piece.
 
     rows: as of `rows_of`, with heads of all groups. strides: of a token, a head and a channel of o,
-    of a token and a head of the LSE.
+    of a token and a head of the LSE. heads: of all queries.
     """
     _, o_t, o_h, m_row = rows
     o_token, o_head, o_channel, lse_token, lse_head = strides
     if piece >= 0:
-        entry = (scratch + o_t).to(tl.int64) * HQ + o_h
+        entry = (scratch + o_t).to(tl.int64) * heads + o_h
         store_rows(part_acc, entry * DV, acc, m_row, 1, DV, BDV)
         tl.store(part_m + entry, m, mask=m_row)
         tl.store(part_l + entry, l, mask=m_row)

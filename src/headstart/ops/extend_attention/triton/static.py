@@ -62,7 +62,8 @@ SHAPES = (
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "": {},
-    "win": {"WINDOWED": True},
+    "win": {"WINDOWED": True, "PIECE": 0},
+    "longwin": {"WINDOWED": True},
     "sinks": {"HAS_SINKS": True},
     "mask": {"MASK": "all"},
     "softcap": {"FORM": "tanh"},
@@ -71,8 +72,9 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "decode": {"FOUND": "pages", "PAGE": 16},
     "fp8": {"FOUND": "pages", "PAGE": 16, "NEW": "cached", "SCALES": True},
 }
-"""Switch -> constants that it changes. "decode": few rows on pages, which may change a tile."""
-OF_ALL_SHAPES = ("", "win", "pages", "slots", "decode")
+"""Switch -> constants that it changes. "longwin": a long window, of which the reproducible kernel
+knows nothing. "decode": few rows on pages, which may change a tile."""
+OF_ALL_SHAPES = ("", "win", "longwin", "pages", "slots", "decode")
 
 POINTERS = {
     "sinks": "*fp32", "lse": "*fp32", "part_acc": "*fp32", "part_m": "*fp32", "part_l": "*fp32",
@@ -87,6 +89,8 @@ UNALIGNED = {
     "listed",
     "page_rows",
     "window",
+    "heads",
+    "blocks",
     "tokens",
     "lse_token",
     "k_scale_head",
@@ -110,13 +114,13 @@ def constants(
     packed = switches.get("NEW", "packed") == "packed"
     described = packed and reads_descriptors(target) and (read.whole, BDV) == (shape.D, shape.DV)
     kind = shape.D, shape.DV, shape.dtype
-    place: dict[str, Any] = {"windowed": switches.get("WINDOWED", False), "target": target.name}
+    place: dict[str, Any] = {"windowed": switches.get("PIECE") == 0, "target": target.name}
     return {
         "HQ": shape.HQ, "HEADS": shape.HK * -(-group // heads), "GROUP": group, "PACK": heads,
         "D": shape.D, "DV": shape.DV, "BD": read.size, "BDV": BDV,
         "PARTS": read.parts, "AGAIN": read.again,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
-        "PIECE": config.piece, "BLOCK": config.piece, "BH": max(1, min(1024 // BDV, shape.HQ)),
+        "PIECE": config.piece, "BLOCK": config.piece, "BH": 1024 // BDV,
         "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
         "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
@@ -206,13 +210,13 @@ def kernels(target: Target) -> list[StaticKernel]:
         for switch, changed in SWITCHES.items():
             if shape is not SHAPES[0] and switch not in OF_ALL_SHAPES:
                 continue
-            for fn in (extend_kernel, unified_kernel):
+            for fn in (extend_kernel, unified_kernel)[: 1 if switch == "longwin" else 2]:
                 reproducible = fn is unified_kernel
                 config = configuration(
                     shape.D,
                     shape.DV,
                     shape.dtype,
-                    windowed="WINDOWED" in changed,
+                    windowed=switch == "win",
                     ratio=ratio_class(shape.HQ, shape.HK),
                     scattered="FOUND" in changed,
                     listed=switch == "slots",
