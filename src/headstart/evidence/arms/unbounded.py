@@ -22,7 +22,11 @@ EDITS = {
     "extend": (
         ("tl.maximum(lower // BN, limits[0])", "limits[0]"),
         ("tl.minimum((upper + BN - 1) // BN,", "tl.minimum(tl.cdiv(count, BN),"),
-        ("    end = tl.where(lower < upper, end, begin)\n", ""),
+        # Tiles that no row sees are read too: what stands for their keys must be one of the run.
+        (
+            "    end = tl.where(lower < upper, end, begin)\n",
+            "    lower = tl.minimum(lower, tl.maximum(count - 1, 0))\n",
+        ),
     ),
     "unified": (
         (
