@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from headstart.cli.commands import headstart
 from headstart.evidence.static import diff, machine_code
 from headstart.evidence.static.budgets import BUDGETS, DEVICES, broken, resident_blocks
-from headstart.evidence.static.collect import collect, resolve_targets
+from headstart.evidence.static.collect import collect, collect_each, kernels, resolve_targets
+from headstart.evidence.static.parts import Part
 from headstart.runtime.static import TARGETS
 
 ROOT = Path(__file__).parents[2]
@@ -187,25 +188,98 @@ def test_spill_differences_are_listed():
     assert diff.spill_differences([fails], [fails]) == []
 
 
-@pytest.mark.parametrize("error", ["", "PassManager::run failed"])
-def test_with_another_triton_a_kernel_must_only_compile(monkeypatch, error):
+OURS = dict.fromkeys(("registers", "shared", "vector_spills"), 0) | {
+    "operation": "a", "kernel": "scan", "target": "cuda:90", "triton": "3.6.0", "error": "",
+    "resident_blocks": 1, "instructions": 1000, "scalar_spills": None, "matrix": {}, "loads": {},
+    "has_product": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Runs the command where compilers make what is said of ours and of the other one."""
     from headstart.evidence.static import collect as module
 
-    def collected(targets, *, python=sys.executable, **_):
-        result = dict.fromkeys(
-            ("registers", "vector_spills", "shared", "resident_blocks", "instructions"), 0
-        ) | {"operation": "a", "kernel": "scan", "target": "cuda:90", "scalar_spills": None,
-             "matrix": {}, "loads": {}, "error": "", "broken": [], "triton": "3.6.0"}  # fmt: skip
-        if python == sys.executable:
-            return [result]
-        broken = [f"does not compile: {error}" if error else "spills 44 vector words, allowed 0"]
-        return [result | {"triton": "3.9.0", "error": error, "broken": broken, "vector_spills": 44}]
+    def runs(ours, theirs, *arguments):
+        def collected(targets, *, python=sys.executable, **_):
+            result = OURS | (ours if python == sys.executable else {"triton": "3.9.0"} | theirs)
+            return [result | {"broken": broken("cuda:90", result)}]
 
-    monkeypatch.setattr(module, "collect", collected)
-    result = run("--target", "90", "--triton-python", "sh")
-    assert result.exit_code == (1 if error else 0), result.output
-    assert ("BROKEN scan on cuda:90 (Triton 3.9.0)" in result.stdout) == bool(error)
-    assert "1 differences between Triton versions in spills" in result.stdout
+        monkeypatch.setattr(module, "collect", collected)
+        return run("--target", "90", "--triton-python", "sh", *arguments)
+
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"vector_spills": 250}, ""),
+        (
+            {"vector_spills": 251},
+            "spills 251 vector words, allowed 250 beside the 0 of Triton 3.6.0",
+        ),
+        ({"error": "PassManager::run failed"}, "does not compile: PassManager::run failed"),
+        ({"resident_blocks": 0}, "does not fit on a multiprocessor"),
+    ],
+)
+def test_with_another_triton_a_kernel_compiles_and_spills_little_more(compiled, theirs, words):
+    result = compiled({}, theirs)
+    assert result.exit_code == (1 if words else 0), result.output
+    assert (f"BROKEN scan on cuda:90 (Triton 3.9.0): {words}" in result.stdout) == bool(words)
+    differences = int(bool(theirs.get("vector_spills") or theirs.get("error")))
+    assert f"{differences} differences between Triton versions in spills" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("ours", "code"),
+    [({"vector_spills": 5}, 0), ({"error": "no"}, 1), ({"resident_blocks": 0}, 1)],
+)
+def test_reported_budgets_are_no_errors_but_failures_are(compiled, ours, code):
+    theirs = {"vector_spills": 5}
+    result = compiled(ours, theirs, "--report-budgets")
+    assert result.exit_code == code, result.output
+    assert "BROKEN scan on cuda:90 (Triton 3.6.0)" in result.stdout
+    passed = "1 kernels break a budget, which --report-budgets lets pass"
+    assert (passed in result.stdout) == (code == 0)
+    assert compiled(ours, theirs).exit_code == 1
+
+
+def test_reported_budgets_let_no_spills_of_another_triton_pass(compiled):
+    result = compiled({"vector_spills": 5}, {"vector_spills": 256}, "--report-budgets")
+    assert result.exit_code == 1
+    assert "spills 256 vector words, allowed 255 beside the 5 of Triton 3.6.0" in result.stdout
+
+
+def test_parts_hold_every_kernel_once():
+    everything = kernels(list(TARGETS))
+    for count in (1, 2, 3, 17):
+        parts = [Part(index + 1, count) for index in range(count)]
+        held = [sum(part.holds(*kernel) for kernel in everything) for part in parts]
+        assert all(sum(part.holds(*kernel) for part in parts) == 1 for kernel in everything)
+        assert max(held) < 1.5 * len(everything) / count
+
+
+def test_a_part_is_compiled_alone_and_said():
+    compiled = []
+    for part in ("1/2", "2/2"):
+        result = run("--place", PLACE + "good", "--target", "90", "--part", part)
+        assert result.exit_code == 0, result.output
+        names = [line.split()[0] for line in result.stdout.splitlines() if "cuda:90" in line]
+        assert f"part {part}: {len(names)} kernels" in result.stdout
+        compiled += names
+    assert sorted(compiled) == sorted(
+        ["copy", "copy-unaligned", "product", "product-bias", "product-scale-off", "product-scaled"]
+    )
+
+
+def test_of_several_interpreters_one_that_fails_ends_the_others(tmp_path):
+    """The first would compile for longer than this test may take."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    with pytest.raises(ValueError, match="cannot start /nowhere"):
+        collect_each([str(slow), "/nowhere"], ["cuda:90"], places={"test": PLACE + "good"})
 
 
 @pytest.mark.parametrize(
@@ -213,6 +287,14 @@ def test_with_another_triton_a_kernel_must_only_compile(monkeypatch, error):
     [
         (("--target", "gfx906"), "target: expected one of ['cuda:80'"),
         (("--place", "nowhere"), "place: expected MODULE:FUNCTION"),
+        (("--part", "0/4"), "part: expected I/N with 1 <= I <= N, got '0/4'"),
+        (("--part", "5/4"), "part: expected I/N with 1 <= I <= N, got '5/4'"),
+        (("--part", "1"), "part: expected I/N with 1 <= I <= N, got '1'"),
+        (("--part", "-1/4"), "part: expected I/N with 1 <= I <= N, got '-1/4'"),
+        (
+            ("--list", "--target", "90", "--kernel", "norm-D128-silu-bf16", "--part", "1/999"),
+            "fits 'norm-D128-silu-bf16' on cuda:90, in part 1/999",
+        ),
         (("--place", "no.such.module:kernels"), "No module named 'no'"),
         (("--list", "--kernel", "x*", "--target", "90"), "kernel: nothing registered fits 'x*'"),
         (("--list", "--json", "list.json"), "json: --list compiles nothing"),

@@ -7,17 +7,23 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import headstart
 from headstart.evidence.static.budgets import broken
+from headstart.evidence.static.parts import Part
 from headstart.runtime.static import STATIC, TARGETS
 
 SOURCE = Path(headstart.__file__).parents[1]
 POLL = 0.05
+WHOLE = Part(1, 1)
+
+Progress = Callable[[int, int, str], None]
 
 
 def resolve_targets(names: tuple[str, ...]) -> list[str]:
@@ -39,20 +45,24 @@ def collect(
     targets: list[str],
     *,
     pattern: str = "*",
+    part: Part = WHOLE,
     places: dict[str, str] | None = None,
     python: str = sys.executable,
     source: Path = SOURCE,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> list[dict[str, Any]]:
     """Results of every configuration at `places` whose name fits `pattern`, on every target.
 
+    part: which share of them.
     python: the interpreter whose Triton compiles; it needs torch and triton.
     source: the folder that holds the package `headstart` to compile.
     progress: called with (done, all, kernel on target).
+    stop: ends it with a RuntimeError once set.
     A kernel that kills the compiler is a result with an error; the others are compiled after it.
     Raises ValueError where the listing itself fails.
     """
-    request = _request(targets, pattern, places)
+    request = _request(targets, pattern, part, places)
     results: list[dict[str, Any]] = []
     total = None
     with tempfile.TemporaryDirectory() as folder:
@@ -63,6 +73,7 @@ def collect(
                 python,
                 source,
                 progress,
+                stop,
             )
             if not lines:
                 raise ValueError(f"static: {python} listed no kernels: {words}")
@@ -78,26 +89,78 @@ def collect(
     return results
 
 
+def collect_each(
+    pythons: list[str],
+    targets: list[str],
+    *,
+    pattern: str = "*",
+    part: Part = WHOLE,
+    places: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> list[list[dict[str, Any]]]:
+    """What `collect` gives for each of these interpreters, all at the same time."""
+    stop = threading.Event()
+    shown = _summed(progress, len(pythons))
+    with ThreadPoolExecutor(len(pythons)) as pool:
+        try:
+            running = [
+                pool.submit(
+                    collect, targets, pattern=pattern, part=part, places=places,
+                    python=python, progress=shown(index), stop=stop,
+                )
+                for index, python in enumerate(pythons)
+            ]  # fmt: skip
+            wait(running, return_when=FIRST_EXCEPTION)
+        finally:
+            # One that failed, or an interrupt, ends the others, which the pool waits for.
+            stop.set()
+    failed = next((one for one in running if isinstance(one.exception(), ValueError)), None)
+    return [one.result() for one in ([failed] if failed else running)]
+
+
+def _summed(progress: Progress | None, count: int) -> Callable[[int], Progress | None]:
+    """For each of `count` runs what to tell of it, so that `progress` hears of all together."""
+    if progress is None:
+        return lambda index: None
+    heard = [(0, 0)] * count
+
+    def of(index: int) -> Progress:
+        def show(done: int, total: int, name: str) -> None:
+            heard[index] = (done, total)
+            progress(sum(d for d, _ in heard), sum(t for _, t in heard), name)
+
+        return show
+
+    return of
+
+
 def kernels(
-    targets: list[str], *, pattern: str = "*", places: dict[str, str] | None = None
+    targets: list[str],
+    *,
+    pattern: str = "*",
+    part: Part = WHOLE,
+    places: dict[str, str] | None = None,
 ) -> list[tuple[str, str, str]]:
     """(operation, kernel, target) of what `collect` would compile."""
     with tempfile.TemporaryDirectory() as folder:
         # All are skipped.
-        request = _request(targets, pattern, places) | {"skip": sys.maxsize}
-        lines, _, _, words = _run_once(Path(folder), request, sys.executable, SOURCE, None)
+        request = _request(targets, pattern, part, places) | {"skip": sys.maxsize}
+        lines, _, _, words = _run_once(Path(folder), request, sys.executable, SOURCE)
     if not lines:
         raise ValueError(f"static: {sys.executable} listed no kernels: {words}")
     return [tuple(kernel) for kernel in lines[0]["kernels"]]
 
 
-def _request(targets: list[str], pattern: str, places: dict[str, str] | None) -> dict[str, Any]:
+def _request(
+    targets: list[str], pattern: str, part: Part, places: dict[str, str] | None
+) -> dict[str, Any]:
     strict = places is not None
     return {
         "places": places if strict else STATIC,
         "strict": strict,
         "targets": targets,
         "pattern": pattern,
+        "part": str(part),
     }
 
 
@@ -106,7 +169,8 @@ def _run_once(
     request: dict[str, Any],
     python: str,
     source: Path,
-    progress: Callable[[int, int, str], None] | None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None, int, str]:
     """Lines that one compiling process wrote, the last of them, its exit code and last words."""
     asked, answered = folder / "request.json", folder / f"results-{request['skip']}.jsonl"
@@ -128,6 +192,8 @@ def _run_once(
             running = True
             partial = ""
             while running:
+                if stop is not None and stop.is_set():
+                    raise RuntimeError("static: stopped")
                 running = process.poll() is None
                 partial += reading.read()
                 *whole, partial = partial.split("\n")

@@ -2,7 +2,8 @@
 
     python -m headstart.evidence.static.worker REQUEST.json RESULTS.jsonl
 
-The request names places, targets, a pattern and how many to skip. The first line lists kernels.
+The request names places, targets, a pattern, a part and how many to skip. The first line lists
+kernels.
 Before a kernel is compiled a line names it, so that the parent knows which one took the compiler
 down with it.
 """
@@ -23,6 +24,7 @@ from typing import Any, TextIO
 
 from headstart.evidence.static import machine_code
 from headstart.evidence.static.budgets import resident_blocks
+from headstart.evidence.static.parts import Part
 from headstart.runtime.static import TARGETS, StaticKernel, Target
 
 
@@ -136,12 +138,14 @@ def work(request: dict[str, Any], results: TextIO) -> None:
         results.write(json.dumps(line) + "\n")
         results.flush()
 
+    part = Part.parse(request["part"])
     chosen = [
         (operation, kernel, target)
         for operation, kernel, target in listed(
             request["places"], request["targets"], request["strict"]
         )
         if fnmatch.fnmatch(kernel.name, request["pattern"])
+        and part.holds(operation, kernel.name, target)
     ]
     kernels = [(operation, kernel.name, target) for operation, kernel, target in chosen]
     write(event="list", triton=triton.__version__, kernels=kernels)
