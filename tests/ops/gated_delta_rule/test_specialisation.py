@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tests.implementations import INTERPRETED
 
 import headstart
 from headstart import DeltaCache, Schedule
@@ -11,6 +12,7 @@ from headstart.runtime.rehearsal import rehearsing
 from headstart.runtime.static import TARGETS
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 
 H, HV, K, V = 16, 32, 128, 128
 SLOTS = 40
