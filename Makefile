@@ -18,8 +18,9 @@ BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
 # Two workers on two cores: one thread each, or they fight over the cores.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 WORKERS ?= 2
+INTERPRET = TRITON_INTERPRET=1 HEADSTART_TEST_PART=$(PART) $(TEST_ENVIRONMENT)
 
-.PHONY: help venv prefill test lint types pytest test-interpret static-triton interpret-triton mutants soak format wheel-smoke bench results report-test vllm-venv vllm-test clean
+.PHONY: help venv prefill test lint types pytest test-interpret tritons static-triton interpret-triton mutants soak format wheel-smoke bench results report-test vllm-venv vllm-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +44,7 @@ $(READY): requirements-dev.txt pyproject.toml
 prefill: $(READY)  ## the main job: prefill the shipped sample, compared and from a prefix hit (MODEL=, PROMPT=)
 	$(BIN)/headstart prefill --model $(MODEL) --prompt-file "$(PROMPT)" --compare --prefix-cache
 
-test: lint types pytest  ## lint, type check, all tests and the docstring examples
+test: lint types pytest tritons  ## lint, type check, all tests and the docstring examples, a part of what two Tritons do
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check
@@ -56,8 +57,8 @@ pytest: $(READY)  ## tests and docstring examples only (WORKERS=2)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest --doctest-modules -n $(WORKERS) --dist worksteal
 
 # A process of its own: Triton decides when it is imported whether kernels are interpreted.
-test-interpret: $(READY)  ## the behaviour suites against the Triton kernels, in Triton's interpreter (WORKERS=2)
-	TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/pytest tests/ops -n $(WORKERS) --dist worksteal
+test-interpret: $(READY)  ## the behaviour suites against the Triton kernels, in Triton's interpreter (WORKERS=2, PART=I/N)
+	$(INTERPRET) $(BIN)/pytest tests/ops -n $(WORKERS) --dist worksteal
 
 # Another Triton over all else that is in .venv.
 TRITON ?= 3.9.0
@@ -71,11 +72,21 @@ $(OTHER)/.ready: $(READY)
 		(here / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")'
 	@touch $@
 
-static-triton: $(OTHER)/.ready  ## every kernel for every target with two Tritons; spills compared (TRITON=, STATIC="--target cuda:90"; hours)
-	$(BIN)/headstart static --triton-python $(OTHER)/bin/python $(STATIC)
+# Nothing is read from the user's cache of compiled kernels, and nothing left there.
+static-triton: $(OTHER)/.ready  ## every kernel for every target with two Tritons; spills compared (TRITON=, PART=I/N, STATIC="--target cuda:90"; 45 minutes)
+	@cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; set -x; TRITON_CACHE_DIR=$$cache \
+		$(BIN)/headstart static --triton-python $(OTHER)/bin/python $(if $(PART),--part $(PART)) $(STATIC)
 
-interpret-triton: $(OTHER)/.ready  ## test-interpret with another Triton (TRITON=, WORKERS=2)
-	TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(OTHER)/bin/python -m pytest tests/ops -n $(WORKERS) --dist worksteal
+interpret-triton: $(OTHER)/.ready  ## test-interpret with another Triton (TRITON=, WORKERS=2, PART=I/N)
+	$(INTERPRET) $(OTHER)/bin/python -m pytest tests/ops -n $(WORKERS) --dist worksteal
+
+# All of it takes over an hour: one part a commit, and as many commits in a row as there are parts try everything. A prime,
+# so that landings of some commits each do so too. Budgets are for `headstart static` alone to judge: kernels that spill are known.
+PARTS := 11
+tritons: $(OTHER)/.ready  ## a part of test-interpret, interpret-triton and static-triton: the commit says which (PART=I/N, TRITON=)
+	@part=$(or $(PART),$$(bash tests/house/part.sh $(PARTS))); \
+	echo "Part $$part of what two Tritons interpret and compile (make tritons PART=$$part)"; \
+	$(MAKE) --no-print-directory PART=$$part STATIC=--report-budgets test-interpret interpret-triton static-triton
 
 mutants: $(READY)  ## known-bad builds for a CPU: every one must fail a check (minutes)
 	$(BIN)/headstart verify mutants
