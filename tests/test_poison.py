@@ -3,19 +3,21 @@
 import pytest
 import torch
 
+from headstart.runtime import fresh
 from headstart.runtime.workspace import Workspace
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_fresh_floats_are_nan(dtype):
     like = torch.zeros(3, 5, dtype=dtype)
-    fresh = [
+    found = [
         torch.empty(3, 5, dtype=dtype),
         torch.empty_like(like),
         torch.empty_strided((3, 5), (5, 1), dtype=dtype),
         like.new_empty(3, 5),
+        fresh.cpu((3, 5), (5, 1), dtype),
     ]
-    assert all(tensor.isnan().all() for tensor in fresh)
+    assert all(tensor.isnan().all() for tensor in found)
 
 
 def test_fresh_integers_are_out_of_any_range():

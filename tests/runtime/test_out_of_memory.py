@@ -9,6 +9,7 @@ from tests.runtime.traced_calls import FORMS, World, outcome, same_bits
 
 from headstart import Workspace
 from headstart.runtime import dispatch, workspace
+from headstart.runtime import fresh as fresh_memory
 
 MAKERS = ("empty", "zeros", "empty_strided", "empty_like", "zeros_like")
 """Everything that PyTorch is asked for memory with."""
@@ -21,6 +22,7 @@ class Memory:
         self.asked, self._n, self._lock = 0, n, threading.Lock()
         for name in MAKERS:
             monkeypatch.setattr(torch, name, self._ending(getattr(torch, name)))
+        monkeypatch.setattr(fresh_memory, "cpu", self._ending(fresh_memory.cpu))
 
     def _ending(self, make):
         def ending(*args, **kwargs):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from headstart.runtime import fresh
 from headstart.runtime.workspace import Workspace
 
 HUGE = {
@@ -40,6 +41,8 @@ PLACES = (
     (torch, "empty_permuted"),
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
+    (fresh, "cpu"),
+    (fresh, "cuda"),
     (Workspace, "buffer"),
 )
 

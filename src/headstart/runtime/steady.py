@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from headstart.runtime import fresh
 from headstart.runtime.layouts import USUAL, addresses_of, guard_of, key_of, memory
 from headstart.runtime.record import Launched, Record
 from headstart.runtime.workspace import Workspace, workspace_of
@@ -308,26 +309,6 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return itemgetter(*places) if places else lambda items: ()
 
 
-@dataclass(frozen=True)
-class _Made:
-    """Makes a result that is laid out like no tensor of the call, or has rows no kernel writes.
-
-    written: rows that kernels write, those past them being zeros.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    written: int
-
-    def __call__(self) -> torch.Tensor:
-        x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        if self.written < self.shape[0]:
-            x[self.written :].zero_()
-        return x
-
-
 class Prepared:
     """How calls of one signature are computed.
 
@@ -336,8 +317,8 @@ class Prepared:
     """
 
     __slots__ = (
-        "_apart", "_build", "_device", "_given", "_memory", "_outputs", "_returned", "_several",
-        "_stream", "_tables", "guard", "implementation", "program", "served",
+        "_apart", "_build", "_device", "_given", "_kind", "_memory", "_outputs", "_returned",
+        "_several", "_stream", "_tables", "guard", "implementation", "program", "served",
     )  # fmt: skip
 
     def __init__(
@@ -366,20 +347,20 @@ class Prepared:
         self.guard = guard_of(rows)
         self.implementation, self.served = implementation, served
         self._device = tensors[0].device
+        self._kind = self._device.type
         self._several = self._device.type == "cuda" and torch.cuda.device_count() > 1
         addresses = addresses_of(tensors)
         self._memory = memory(addresses)
         returned: list[tuple[int, int]] = []
-        # Place among the results, the tensor that it is laid out like, what makes it if none is.
-        outputs: list[tuple[int, int | None, Callable[[], torch.Tensor]]] = []
+        # Place among the results, shape, strides and dtype, the first row that no kernel writes.
+        outputs: list[tuple[int, tuple[Any, ...], int | None]] = []
         for place, (x, count) in enumerate(zip(results, written, strict=True)):
             at = [i for i, given in enumerate(tensors) if given is x]
             if at:
                 returned.append((place, at[0]))
             elif x is not None:
-                make = _Made(tuple(x.shape), x.stride(), x.dtype, x.device, count)
-                like = next((i for i, given in enumerate(tensors) if _alike(given, x)), None)
-                outputs.append((place, like if count >= x.shape[0] else None, make))
+                layout = tuple(x.shape), x.stride(), x.dtype
+                outputs.append((place, layout, count if count < x.shape[0] else None))
                 addresses.append(x.data_ptr())
         self._given, self._outputs = tuple(returned), tuple(outputs)
         self._returned: list[torch.Tensor | None] = [None] * len(results)
@@ -435,9 +416,11 @@ class Prepared:
         results = self._returned.copy()
         for place, i in self._given:
             results[place] = tensors[i]
-        for place, like, make in self._outputs:
-            # Each takes half the time of the next, the last being `empty`: nothing is parsed.
-            x = results[place] = make() if like is None else torch.empty_like(tensors[like])
+        empty = getattr(fresh, self._kind)
+        for place, layout, unwritten in self._outputs:
+            x = results[place] = empty(*layout)
+            if unwritten is not None:
+                x[unwritten:].zero_()
             addresses.append(x.data_ptr())
         if self._tables:
             addresses += schedule.found.get(self) or self._look_up(schedule)
@@ -466,13 +449,6 @@ def _pointers(record: Record) -> set[int]:
         for argument in launched.arguments
         if hasattr(argument, "data_ptr")
     }
-
-
-def _alike(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether `torch.empty_like(x)` is laid out like the other."""
-    if (x.dtype, x.shape, x.device) != (other.dtype, other.shape, other.device):
-        return False
-    return torch.empty_like(x).stride() == other.stride()
 
 
 def _alone(results: list[Any]) -> Any:
