@@ -189,3 +189,31 @@ def test_what_torch_func_wraps_is_told(driver, transform):
 
     x = given["x"]
     transform(wrapping)(x[None] if transform is torch.vmap else x)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["a tensor", "a pool"])
+@pytest.mark.parametrize("convolution", [False, True], ids=["rule", "convolution"])
+def test_snapshots_over_states_are_told(driver, plain, convolution):
+    """Wherever the first of them begins."""
+    shape, dtype = ((3, 24), torch.bfloat16) if convolution else ((4, 128, 128), torch.float32)
+    memory = torch.zeros(9, *shape, dtype=dtype)
+    step = Schedule([T], snapshot_every=64, device="cpu")
+    rows = (heads(1, 24)[:, 0], torch.zeros(24, 4)) if convolution else (
+        heads(2), heads(2), heads(4), None, None
+    )  # fmt: skip
+    function = headstart.causal_conv1d if convolution else headstart.gated_delta_rule
+
+    def go(begin):
+        state = memory[4:5] if plain else Pool(memory[4:6], [0])
+        kept = Pool(memory[begin : begin + 3], None, [1])
+        call = rows, {"schedule": step, "state": state, "snapshots": kept}
+        launched(driver, call, "triton", function=function)
+
+    go(0)
+    go(1)
+    assert is_steady(driver)
+    for begin in (2, 3, 4 if plain else 5):
+        with pytest.raises(ValueError, match="snapshots: expected memory of its own, got that of"):
+            go(begin)
+    go(6)
+    assert is_steady(driver)

@@ -153,6 +153,7 @@ _CONVOLUTION = dispatch.register(
         },
         function=causal_conv1d,
         written=operator.attrgetter("written"),
+        changed=operator.attrgetter("changed"),
     )
 )
 _NORM = dispatch.register(

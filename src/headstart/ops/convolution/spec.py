@@ -92,6 +92,12 @@ class ConvolutionCall:
         return self.weight.shape[1]
 
     @property
+    def changed(self) -> tuple[torch.Tensor, ...]:
+        """Where snapshots go, apart from all else that a call is given, unless states lie there."""
+        kept = _memory(self.snapshots)
+        return () if kept is None or kept is _memory(self.state) else (kept,)
+
+    @property
     def written(self) -> tuple[int, int, int]:
         """Rows of y, new histories and snapshots that kernels write: all of them."""
         step = self.schedule

@@ -328,6 +328,7 @@ _CHUNKED = dispatch.register(
         },
         function=gated_delta_rule,
         written=operator.attrgetter("written"),
+        changed=operator.attrgetter("changed"),
     )
 )
 _RECURRENT = dispatch.register(

@@ -99,6 +99,12 @@ class GatedDeltaCall:
         return self.k.shape[1], self.v.shape[1], self.k.shape[2], self.v.shape[2]
 
     @property
+    def changed(self) -> tuple[torch.Tensor, ...]:
+        """Where snapshots go, apart from all else that a call is given, unless states lie there."""
+        kept = _memory(self.snapshots)
+        return () if kept is None or kept is _memory(self.state) else (kept,)
+
+    @property
     def written(self) -> tuple[int, int, int]:
         """Rows of o, new states and snapshots that are computed; those past them are zeros."""
         schedule = self.schedule
