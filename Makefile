@@ -80,9 +80,9 @@ static-triton: $(OTHER)/.ready  ## every kernel for every target with two Triton
 interpret-triton: $(OTHER)/.ready  ## test-interpret with another Triton (TRITON=, WORKERS=2, PART=I/N)
 	$(INTERPRET) $(OTHER)/bin/python -m pytest tests/ops -n $(WORKERS) --dist worksteal
 
-# All of it takes over an hour: one part a commit, and as many commits in a row as there are parts try everything. A prime,
-# so that landings of some commits each do so too. Budgets are for `headstart static` alone to judge: kernels that spill are known.
-PARTS := 11
+# All of it takes over an hour and a half of two cores: one part a commit, and as many commits in a row as there are parts try
+# everything. A prime, so that landings of some commits each do so too. Budgets are for `headstart static` alone to judge: kernels that spill are known.
+PARTS := 17
 tritons: $(OTHER)/.ready  ## a part of test-interpret, interpret-triton and static-triton: the commit says which (PART=I/N, TRITON=)
 	@part=$(or $(PART),$$(bash tests/house/part.sh $(PARTS))); \
 	echo "Part $$part of what two Tritons interpret and compile (make tritons PART=$$part)"; \
