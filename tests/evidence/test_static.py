@@ -221,6 +221,7 @@ def compiled(monkeypatch):
         ),
         ({"error": "PassManager::run failed"}, "does not compile: PassManager::run failed"),
         ({"resident_blocks": 0}, "does not fit on a multiprocessor"),
+        ({"instructions": 3}, "is nothing but a trap of 3 instructions"),
     ],
 )
 def test_with_another_triton_a_kernel_compiles_and_spills_little_more(compiled, theirs, words):
@@ -249,6 +250,17 @@ def test_reported_budgets_let_no_spills_of_another_triton_pass(compiled):
     result = compiled({"vector_spills": 5}, {"vector_spills": 256}, "--report-budgets")
     assert result.exit_code == 1
     assert "spills 256 vector words, allowed 255 beside the 5 of Triton 3.6.0" in result.stdout
+
+
+def test_a_trap_is_broken_and_no_measure_of_spills(compiled):
+    trap, theirs = {"instructions": 3}, {"vector_spills": 130, "instructions": 4143}
+    result = compiled(trap, theirs)
+    assert result.exit_code == 1
+    sentence = "BROKEN scan on cuda:90 (Triton 3.6.0): is nothing but a trap of 3 instructions"
+    assert sentence in result.stdout
+    result = compiled(trap, theirs, "--report-budgets")
+    assert result.exit_code == 0, result.output
+    assert sentence in result.stdout
 
 
 def test_parts_hold_every_kernel_once():

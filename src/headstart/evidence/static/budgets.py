@@ -74,6 +74,9 @@ BUDGETS = {
 }
 
 
+TRAP = 8
+"""Instructions, at most, of a kernel that the compiler took for undefined and made a trap of."""
+
 MORE_SPILLS = 0.25
 """Vector words that another Triton may spill beyond this one's, for each instruction.
 
@@ -105,6 +108,13 @@ def failures(result: Mapping[str, Any]) -> list[str]:
     return ["does not fit on a multiprocessor"] if result["resident_blocks"] == 0 else []
 
 
+def trapped(result: Mapping[str, Any]) -> list[str]:
+    """A sentence for a kernel that was compiled, to nothing but a trap."""
+    if result["error"] or result["instructions"] > TRAP:
+        return []
+    return [f"is nothing but a trap of {result['instructions']} instructions"]
+
+
 def broken(target: str, result: Mapping[str, Any]) -> list[str]:
     """A sentence for everything that a result of the worker has over its target's budget."""
     if result["error"]:
@@ -119,7 +129,7 @@ def broken(target: str, result: Mapping[str, Any]) -> list[str]:
             f"takes {result['shared']} bytes of shared memory, allowed {budget.shared} "
             f"({budget.why})"
         )
-    found += failures(result)
+    found += trapped(result) + failures(result)
     if budget.matrix and result["has_product"] and not result["matrix"]:
         found.append("has a product but no matrix instruction")
     return found
@@ -134,7 +144,7 @@ def spilled_more(result: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     >>> spilled_more(ours, ours | {"triton": "3.9.0", "vector_spills": 261})
     'spills 261 vector words, allowed 260 beside the 10 of Triton 3.6.0'
     """
-    if result["error"] or other["error"]:
+    if result["error"] or other["error"] or trapped(result):
         return ""
     ours, theirs = result["vector_spills"], other["vector_spills"]
     allowed = ours + int(MORE_SPILLS * result["instructions"])
