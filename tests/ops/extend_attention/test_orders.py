@@ -61,6 +61,30 @@ def test_every_order_of_a_turn_has_the_same_bits(options, layout):
 
 
 @pytest.mark.parametrize("layout", ["rows", "pages"])
+def test_a_loop_that_runs_through_the_ends_of_blocks_has_the_same_bits(layout):
+    """Blocks of two tiles: joined one by one, while the loop runs, and by a launch behind it.
+
+    "late" runs through their ends, the others end each. On a prefix that ends within a tile, with
+    one, between tiles of a block and between blocks.
+    """
+    for prefix in (20, 64, 97, 128):
+        if layout == "rows":
+            batch = draw([prefix + 40], [0], 4, 2, 64, dtype=HALF, seed=1)
+            arguments = batch.arguments()
+        else:
+            batch = draw([150], [prefix], 4, 2, 64, dtype=HALF, seed=1)
+            arguments = in_pages(batch, prefix)
+        found = []
+        for order, at_once in (("", 3), ("late", 3), ("late", 64)):
+            with patched("order", order):
+                found.append(run((64, PAGE, 64), arguments, at_once, reproducible=True))
+        expect_close(found[0], expected(batch), 2 * ROUNDING[HALF])
+        for other in found[1:]:
+            assert torch.equal(found[0][0], other[0])
+            assert torch.equal(found[0][1], other[1])
+
+
+@pytest.mark.parametrize("layout", ["rows", "pages"])
 @pytest.mark.parametrize(("D", "DV", "options"), [(192, 128, {}), (320, 64, {"window": 50})])
 def test_rows_that_are_read_in_parts(D, DV, options, layout):
     """Through descriptors and, behind the last whole tile, key by key."""

@@ -77,15 +77,15 @@ def run_of_tiles(
             FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
         )  # fmt: skip
     elif DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (SHORT or MASKED or LISTED):
-        acc, m, l = sweep_late(  # noqa: E741
-            acc, m, l, b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
-            FOUND, PAGE, causal, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
+        acc, m, l, _ = sweep_late(  # noqa: E741
+            acc, m, l, (m, l), b_q, rows, (start, count, 0), span, store, lists[0], tiles, numbers,
+            (0, store[0]), FOUND, PAGE, causal, WINDOWED, MASKED, BN, 0, FORM, PRECISION, STAGES,
         )  # fmt: skip
     else:
         acc, m, l = sweep(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), span, store, lists, tiles, numbers,
             FOUND, PAGE, DESCRIBED, causal, WINDOWED, MASKED, LISTED,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER == "ahead",
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, SHORT, ORDER == "ahead",
         )  # fmt: skip
     if DESCRIBED:
         # Rows behind the run belong to others: the keys of the last tile are read one by one.
@@ -95,7 +95,7 @@ def run_of_tiles(
         acc, m, l = sweep(  # noqa: E741
             acc, m, l, b_q, rows, (start, count, 0), (held * part, ragged, ragged, ragged, lower),
             store, lists, tiles, numbers, FOUND, PAGE, False, causal, WINDOWED, MASKED, LISTED,
-            D, DV, BD, BDV, BR, FORM, PRECISION, 1,
+            D, DV, BD, BDV, BR, FORM, PRECISION, 1, SHORT,
         )  # fmt: skip
     return acc, m, l
 

@@ -1,7 +1,14 @@
 """Parking the state of earlier blocks of keys in scratch while the next block is reduced.
 
-A program has BM * (BDV + 2) numbers there: acc, then m, then l. Wide states are stored and joined a
+A program has BM * (BDV + 2) numbers there: acc, then m, then l. acc lies in the order in which the
+threads of an NVIDIA warp hold a product's sums: those that a thread holds of eight columns lie side
+by side, and so do threads. A sum then goes from its register to memory and back as it is; any other
+order would take a detour through shared memory, which tiles of keys fill. Wide states are joined a
 few columns at a time, so that registers hold one of them and a part of the other.
+
+A loop that runs through the ends of blocks keeps m and l in registers (`fold`, `join_behind`):
+threads share those of a row, and a loop with a barrier in it is not pipelined. Of acc a thread
+loads what it stored.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -13,8 +20,8 @@ import triton.language as tl
 
 from headstart.ops.extend_attention.triton.softmax import join
 
-COLUMNS = tl.constexpr(64)
-"""Columns that are stored or joined at a time."""
+COLUMNS = tl.constexpr(32)
+"""Columns that are joined at a time."""
 
 
 @triton.jit
@@ -26,7 +33,7 @@ def place_of(parked, BM: tl.constexpr, BDV: tl.constexpr):
 @triton.jit
 def park(place, acc, m, l):  # noqa: E741
     """Store a state: acc [BM, BDV], m and l [BM]."""
-    _store(place, acc, acc.shape[1])
+    _store(place, acc)
     o_m = _sums_of(place, acc)
     # Threads that hold the same rows have all read what was parked.
     tl.debug_barrier()
@@ -40,7 +47,47 @@ def join_parked(place, acc, m, l):  # noqa: E741
     # Another thread of this program may have stored what one loads.
     tl.debug_barrier()
     o_m = _sums_of(place, acc)
-    return _join(place, tl.load(o_m), tl.load(o_m + acc.shape[0]), acc, m, l, acc.shape[1])
+    return join_behind(place, acc, m, l, (tl.load(o_m), tl.load(o_m + acc.shape[0])))
+
+
+@triton.jit
+def fold(place, acc, ended, before, there):
+    """Park acc [BM, BDV] and `ended` = (m, l) [BM] of a block behind what is parked.
+
+    before: (m, l) of that. there: whether there is any. Returns (m, l) of all.
+    """
+    m, l = ended  # noqa: E741
+    if there:
+        m, l = _join_into(place, acc, m, l, before)  # noqa: E741
+    else:
+        _store(place, acc)
+    return m, l
+
+
+@triton.jit
+def join_behind(place, acc, m, l, before):  # noqa: E741
+    """The parked acc with `before` = (m, l) and, behind it, the next block's state as one."""
+    if acc.shape[1] > COLUMNS:
+        left, right = _halves(acc)
+        left, _, _ = join_behind(place, left, m, l, before)
+        right, m, l = join_behind(place + left.shape[0] * left.shape[1], right, m, l, before)  # noqa: E741
+        both = _beside(left, right)
+    else:
+        both, m, l = join(_load(place, acc), before[0], before[1], acc, m, l)  # noqa: E741
+    return both, m, l
+
+
+@triton.jit
+def _join_into(place, acc, m, l, before):  # noqa: E741
+    """The same, and parked."""
+    if acc.shape[1] > COLUMNS:
+        left, right = _halves(acc)
+        _join_into(place, left, m, l, before)
+        m, l = _join_into(place + left.shape[0] * left.shape[1], right, m, l, before)  # noqa: E741
+    else:
+        both, m, l = join(_load(place, acc), before[0], before[1], acc, m, l)  # noqa: E741
+        _store(place, both)
+    return m, l
 
 
 @triton.jit
@@ -50,32 +97,33 @@ def _sums_of(place, acc):
 
 
 @triton.jit
-def _store(place, acc, BDV: tl.constexpr):
-    if acc.shape[1] > COLUMNS:
-        left, right = _halves(acc)
-        _store(place, left, BDV)
-        _store(place + left.shape[1], right, BDV)
-    else:
-        tl.store(place + _offsets(acc, BDV), acc)
+def _store(place, acc):
+    """Park acc."""
+    held = _as_held(acc)
+    tl.store(place + _offsets(held), held)
 
 
 @triton.jit
-def _join(place, m, l, acc, m_next, l_next, BDV: tl.constexpr):  # noqa: E741
-    if acc.shape[1] > COLUMNS:
-        left, right = _halves(acc)
-        left, m_both, l_both = _join(place, m, l, left, m_next, l_next, BDV)
-        right, m_both, l_both = _join(place + left.shape[1], m, l, right, m_next, l_next, BDV)
-        both = _beside(left, right)
-    else:
-        earlier = tl.load(place + _offsets(acc, BDV))
-        both, m_both, l_both = join(earlier, m, l, acc, m_next, l_next)
-    return both, m_both, l_both
+def _load(place, acc):
+    """What is parked where acc would be."""
+    rows: tl.constexpr = acc.shape[0]
+    held = tl.zeros((acc.shape[1] // 8, rows * 8), tl.float32)
+    found = tl.load(place + _offsets(held))
+    found = tl.reshape(found, (acc.shape[1] // 8, rows // 16, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(found, (1, 4, 2, 0, 3, 5)), acc.shape)
 
 
 @triton.jit
-def _offsets(acc, BDV: tl.constexpr):
-    """Offsets of some columns of a state [BM, BDV]."""
-    return tl.arange(0, acc.shape[0])[:, None] * BDV + tl.arange(0, acc.shape[1])[None, :]
+def _as_held(acc):
+    """[BM, BDV] as [BDV / 8, BM * 8]: warp, row and columns of a thread, rows 8 apart, column."""
+    rows: tl.constexpr = acc.shape[0]
+    parts = tl.reshape(acc, (rows // 16, 2, 8, acc.shape[1] // 8, 4, 2))
+    return tl.reshape(tl.permute(parts, (3, 0, 2, 4, 1, 5)), (acc.shape[1] // 8, rows * 8))
+
+
+@triton.jit
+def _offsets(held):
+    return tl.arange(0, held.shape[0])[:, None] * held.shape[1] + tl.arange(0, held.shape[1])
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from headstart.ops.extend_attention.triton.keys import (
     read_parts,
     row_of_tile,
 )
+from headstart.ops.extend_attention.triton.parked import fold
 from headstart.ops.extend_attention.triton.softmax import (
     NOTHING,
     absorb,
@@ -221,10 +222,12 @@ def sweep(
     FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHORT: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """Absorb tiles of one run of keys, from left to right, each before the next.
+
+    SHORT: whether a window is short, so that there are few turns.
 
     AHEAD: whether the next tiles are asked for before the weights of this one. Triton's pipeliner
     asks for them behind all that a turn makes of its own tiles, but before a branch whose results
@@ -247,7 +250,7 @@ def sweep(
     AGAIN: tl.constexpr = b_q[0].dtype.is_ptr()
     dtype: tl.constexpr = b_q[0].dtype.element_ty if AGAIN else b_q[0].dtype
     # Copies that wait for an entry of a table take a stage more each, where loops are long enough.
-    deep: tl.constexpr = FOUND != "run" and STAGES > 2 and not WINDOWED
+    deep: tl.constexpr = FOUND != "run" and STAGES > 2 and not SHORT
     # Addresses of a custom mask's entries are not worth registers over the loop.
     for tile in tl.range(
         begin, end, num_stages=2 * STAGES - 1 if deep else STAGES, disable_licm=MASKED and BN > 32
@@ -300,10 +303,10 @@ def sweep(
 
 @triton.jit
 def sweep_late(
-    acc, m, l, b_q, rows, run, span, store, places, tiles, numbers,  # noqa: E741
+    acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, blocks,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
-    FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same through descriptors, with the same bits, the values of a tile a turn later.
 
@@ -312,9 +315,15 @@ def sweep_late(
     rows in front of the tensor, which a descriptor reads as zeros. Weights are carried in float32:
     rounded ones would be registers that are written while a product reads them, and the compiler
     would wait for it.
+
+    TILES: tiles of a block of keys; 0: there is one block, or the caller ends them. Else the loop
+    runs through their ends: a block's sums are folded into those `before` = (m, l), whose acc is
+    parked, a turn after the next block began, when its last values are there. blocks: (tile in
+    which the first block begins, where to park).
     """
     start, count, origin = run
     begin, end, clear_begin, clear_end, _ = span
+    first, place = blocks
     where, number = store[5], store[6]
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
@@ -324,6 +333,7 @@ def sweep_late(
         b_p = tl.zeros((acc.shape[0], BN), tl.float32)
         decay = tl.full((acc.shape[0],), 1.0, tl.float32)
         row = tl.full((), -BN, tl.int32)
+        ended, begins = (m, l), begin < 0
         for tile in tl.range(begin, end, num_stages=STAGES):
             low = tile * BN - origin
             v_row = row
@@ -332,15 +342,43 @@ def sweep_late(
             b_v = v_tiles.load([v_row, v_column])
             b_w = b_p.to(dtype)
             b_s = score(b_q, b_k, inner, FORM, PRECISION)
-            acc = add_values(acc, decay, b_w, b_v, PRECISION)
-            if (tile < clear_begin) | (tile >= clear_end):
-                b_s = hide(
-                    b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype,
-                    PRECISION,
-                )  # fmt: skip
-            b_p, decay, m, l = weigh(m, l, b_s, factor)  # noqa: E741
+            if TILES > 0:
+                # One branch, which takes the scores: Triton would put another in front of their
+                # product, where it has to wait for that of the values, or behind everything.
+                if (tile < clear_begin) | (tile >= clear_end) | begins:
+                    b_s = hide(
+                        b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype,
+                        PRECISION,
+                    )  # fmt: skip
+                    if begins:
+                        before = fold(place, acc, ended, before, tile - 1 - TILES > first)
+                        acc = tl.zeros(acc.shape, tl.float32)
+                acc = add_values(acc, decay, b_w, b_v, PRECISION)
+                begins = (tile % TILES == 0) & (tile > first)
+                # Without a choice Triton 3.6 takes what is carried for the loop's first m and l.
+                ended = (tl.where(begins, m, ended[0]), tl.where(begins, l, ended[1]))
+                m = tl.where(begins, NOTHING, m)
+                l = tl.where(begins, 0.0, l)  # noqa: E741
+                m_new = top(m, b_s, factor)
+                # As AHEAD of `sweep` says, so that the next tiles are asked for before the weights:
+                # a whole tile begins in front of the run's end, which the compiler does not know.
+                if low < count:
+                    b_p, decay, l = weights(m, m_new, l, b_s, factor)  # noqa: E741
+                m = m_new
+            else:
+                acc = add_values(acc, decay, b_w, b_v, PRECISION)
+                if (tile < clear_begin) | (tile >= clear_end):
+                    b_s = hide(
+                        b_s, rows, low, (start, count), window, CAUSAL, WINDOWED, MASKED, dtype,
+                        PRECISION,
+                    )  # fmt: skip
+                b_p, decay, m, l = weigh(m, l, b_s, factor)  # noqa: E741
+        if TILES > 0:  # noqa: SIM102
+            if begins:
+                before = fold(place, acc, ended, before, end - 1 - TILES > first)
+                acc = tl.zeros(acc.shape, tl.float32)
         acc = add_values(acc, decay, b_p, v_tiles.load([row, v_column]), PRECISION)
-    return acc, m, l
+    return acc, m, l, before
 
 
 @triton.jit
@@ -441,64 +479,63 @@ def sweep_pairs(
 
 
 @triton.jit
-def sweep_both(
+def take_both(
     acc, m, l, b_q, rows, old_run, new_run, span, old, new, places, new_column, numbers,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Absorb tiles at absolute positions, whichever run each of their keys is of.
+    """Absorb one tile at absolute positions, whichever run each of its keys is of.
 
     old_run, new_run: (position of the first key, count). old: (k, v, their strides, rows of a
     page, where, number of the first new key); new: (k, v, their strides, packed row of the first
-    new key). new_column: column of the first new key in a custom mask. span: (begin, end, first and
-    past the last clear tile of either run, the first old key that some row sees). The rest as for
+    new key). new_column: column of the first new key in a custom mask. span: (tile, first and past
+    the last clear tile of either run, the first old key that some row sees). The rest as for
     `sweep`.
     """
     old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border = old
     new_k, new_v, new_k_strides, new_v_strides, first_row = new
-    begin, end, old_clear, new_clear, seen = span
+    tile, old_clear, new_clear, seen = span
     window, inner, factor = numbers
     b_q = parts_of(b_q)
     AGAIN: tl.constexpr = b_q[0].dtype.is_ptr()
     dtype: tl.constexpr = b_q[0].dtype.element_ty if AGAIN else b_q[0].dtype
     o_c = tl.arange(0, BN)
-    for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
-        low = tile * BN
-        o_old, o_new = low + o_c - old_run[0], low + o_c - new_run[0]
-        m_old = (o_old >= seen) & (o_old < old_run[1])
-        m_new = (o_new >= 0) & (o_new < new_run[1])
-        m_key = m_old | m_new
-        keys, values = (), ()
-        if FOUND != "":
-            o_number, m_cached = o_old, m_old
-            if NEW == "cached":
-                o_number, m_cached = tl.where(m_new, border + o_new, o_old), m_key
-            found = look_up(places, where, o_number, m_cached, FOUND, PAGE)
-            page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
-            p_k = old_k + offsets(page, row, old_k_strides, PAGE)
-            p_v = old_v + offsets(page, row, old_v_strides, PAGE)
-            keys += ((p_k, m_cached, old_k_strides[2]),)
-            values += ((p_v, m_cached, old_v_strides[2]),)
-        if NEW == "packed":
-            o_row = first_row + o_new
-            keys += ((new_k + o_row * new_k_strides[0], m_new, 1),)
-            values += ((new_v + o_row * new_v_strides[0], m_new, 1),)
-        if AGAIN:
-            b_s = score_again(b_q, keys, inner, new_run[1], D, BD, FORM, PRECISION)
-            b_v = read_either(values, DV, BDV, dtype)
-        else:
-            b_k = read_either(keys, D, BD, dtype)
-            b_v = read_either(values, DV, BDV, dtype)
-            b_s = score(b_q, b_k, inner, FORM, PRECISION)
-        is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
-        is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
-        old_count = 0 if MASK == "new" else old_run[1]
-        new_low = low - new_run[0]
-        entries = (low - old_run[0], old_count, new_low, new_run[1], new_column.to(tl.int32))
-        which = (m_old, m_new, entries)
-        if not is_clear:
-            b_s = hide_both(b_s, rows, low, which, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
-        acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
+    low = tile * BN
+    o_old, o_new = low + o_c - old_run[0], low + o_c - new_run[0]
+    m_old = (o_old >= seen) & (o_old < old_run[1])
+    m_new = (o_new >= 0) & (o_new < new_run[1])
+    m_key = m_old | m_new
+    keys, values = (), ()
+    if FOUND != "":
+        o_number, m_cached = o_old, m_old
+        if NEW == "cached":
+            o_number, m_cached = tl.where(m_new, border + o_new, o_old), m_key
+        found = look_up(places, where, o_number, m_cached, FOUND, PAGE)
+        page, row = find(found, where, o_number, page_rows, FOUND, PAGE)
+        p_k = old_k + offsets(page, row, old_k_strides, PAGE)
+        p_v = old_v + offsets(page, row, old_v_strides, PAGE)
+        keys += ((p_k, m_cached, old_k_strides[2]),)
+        values += ((p_v, m_cached, old_v_strides[2]),)
+    if NEW == "packed":
+        o_row = first_row + o_new
+        keys += ((new_k + o_row * new_k_strides[0], m_new, 1),)
+        values += ((new_v + o_row * new_v_strides[0], m_new, 1),)
+    if AGAIN:
+        b_s = score_again(b_q, keys, inner, new_run[1], D, BD, FORM, PRECISION)
+        b_v = read_either(values, DV, BDV, dtype)
+    else:
+        b_k = read_either(keys, D, BD, dtype)
+        b_v = read_either(values, DV, BDV, dtype)
+        b_s = score(b_q, b_k, inner, FORM, PRECISION)
+    is_clear = (tile >= old_clear[0]) & (tile < old_clear[1])
+    is_clear = is_clear | ((tile >= new_clear[0]) & (tile < new_clear[1]))
+    old_count = 0 if MASK == "new" else old_run[1]
+    new_low = low - new_run[0]
+    entries = (low - old_run[0], old_count, new_low, new_run[1], new_column.to(tl.int32))
+    which = (m_old, m_new, entries)
+    if not is_clear:
+        b_s = hide_both(b_s, rows, low, which, window, CAUSAL, WINDOWED, MASK, dtype, PRECISION)
+    acc, m, l = absorb(acc, m, l, b_s, b_v, factor, PRECISION)  # noqa: E741
     return acc, m, l

@@ -7,7 +7,9 @@ hit, a step, another batch or more heads beside it change nothing. Tiles that li
 of keys are read from it alone, through descriptors where those serve; the few others are read key
 by key, from both. A piece of a tile is one block, so that decoding joins the same states in the
 same order. While a block is reduced the state joined so far is parked in scratch: registers hold
-one state, as the default kernel's do. So a few programs stay and take tile after tile.
+one state, as the default kernel's do. So a few programs stay and take tile after tile. Where every
+whole tile is read late, a loop runs through the ends of blocks, which costs less than to fill its
+pipeline again.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -18,7 +20,13 @@ import triton
 import triton.language as tl
 
 from headstart.ops.extend_attention.triton.keys import beside_float8, read_scale, scaled_numbers
-from headstart.ops.extend_attention.triton.parked import join_parked, park, place_of
+from headstart.ops.extend_attention.triton.parked import (
+    fold,
+    join_behind,
+    join_parked,
+    park,
+    place_of,
+)
 from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
@@ -32,10 +40,14 @@ from headstart.ops.extend_attention.triton.softmax import NOTHING
 from headstart.ops.extend_attention.triton.sweep import (
     clear,
     sweep,
-    sweep_both,
     sweep_late,
+    take_both,
     visible,
 )
+
+THROUGH_MOST = tl.constexpr(128)
+"""Columns up to which a loop runs through the ends of blocks: beside wider sums registers do not
+hold what is carried over an end."""
 
 
 @triton.jit
@@ -140,36 +152,55 @@ def tiles_in(run, BN: tl.constexpr):
 
 
 @triton.jit
+def begun(acc, m, l, before, tile, blocks, TILES: tl.constexpr):  # noqa: E741
+    """The state in front of `tile`: where a block begins there, nothing, and the last is parked.
+
+    before: (m, l) of the blocks that are parked. blocks: (tile in which the first one begins, where
+    to park). TILES: tiles of a block.
+    """
+    first, place = blocks
+    begins = (tile % TILES == 0) & (tile > first)
+    if begins:
+        before = fold(place, acc, (m, l), before, tile - TILES > first)
+    acc = tl.where(begins, 0.0, acc)
+    m = tl.where(begins, NOTHING, m)
+    l = tl.where(begins, 0.0, l)  # noqa: E741
+    return acc, m, l, before
+
+
+@triton.jit
 def sweep_whole(
-    acc, m, l, b_q, rows, run, span, store, places, tiles, numbers,  # noqa: E741
+    acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, blocks,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    TILES: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Absorb tiles that lie whole in one run of keys, in either way: both give the same bits."""
     if DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (WINDOWED or MASKED):
-        acc, m, l = sweep_late(  # noqa: E741
-            acc, m, l, b_q, rows, run, span, store, places, tiles, numbers, FOUND, PAGE,
-            CAUSAL, WINDOWED, MASKED, BN, FORM, PRECISION, STAGES,
+        acc, m, l, before = sweep_late(  # noqa: E741
+            acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, blocks,
+            FOUND, PAGE, CAUSAL, WINDOWED, MASKED, BN, TILES, FORM, PRECISION, STAGES,
         )  # fmt: skip
     else:
         acc, m, l = sweep(  # noqa: E741
             acc, m, l, b_q, rows, run, span, store, (places, places, places), tiles, numbers,
             FOUND, PAGE, DESCRIBED, CAUSAL, WINDOWED, MASKED, False,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER == "ahead",
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, WINDOWED, ORDER == "ahead",
         )  # fmt: skip
-    return acc, m, l
+    return acc, m, l, before
 
 
 @triton.jit
 def reduce(
-    b_q, limits, runs, rows, stores, tiles, places, custom_mask, numbers, b_v_scale,
+    b_q, limits, runs, rows, stores, tiles, place, places, custom_mask, numbers, b_v_scale,
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     PACK: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    TILES: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """The state of tiles [begin, end) = `limits`, taken from left to right.
@@ -187,6 +218,8 @@ def reduce(
     acc = tl.zeros((BM, BDV), tl.float32)
     m = tl.full((BM,), NOTHING, tl.float32)
     l = tl.zeros((BM,), tl.float32)  # noqa: E741
+    before = (m, l)
+    blocks = (limits[0], place)
     window = numbers[0]
     old_causal: tl.constexpr = CAUSAL and MASK != "all"
     new_causal: tl.constexpr = CAUSAL and MASK == ""
@@ -231,35 +264,42 @@ def reduce(
             # nothing is carried from one side to the next but the state.
             low = tl.where(side == 0, begin, tl.where(side == 1, old_end, new_end))
             high = tl.where(side == 0, old_begin, tl.where(side == 1, new_begin, end))
-            acc, m, l = sweep_both(  # noqa: E741
-                acc, m, l, b_q, old_rows, old_run, new_run, (low, high, old_clear, new_clear, seen),
-                (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border),
-                (new_k, new_v, new_k_strides, new_v_strides, row),
-                places, new_column, numbers, FOUND, PAGE, NEW, CAUSAL, WINDOWED, MASK,
-                D, DV, BD, BDV, BN, FORM, PRECISION,
-            )  # fmt: skip
+            for tile in tl.range(low, high, num_stages=1, disable_licm=True):
+                if TILES > 0:
+                    acc, m, l, before = begun(acc, m, l, before, tile, blocks, TILES)  # noqa: E741
+                acc, m, l = take_both(  # noqa: E741
+                    acc, m, l, b_q, old_rows, old_run, new_run, (tile, old_clear, new_clear, seen),
+                    (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border),
+                    (new_k, new_v, new_k_strides, new_v_strides, row),
+                    places, new_column, numbers, FOUND, PAGE, NEW, CAUSAL, WINDOWED, MASK,
+                    D, DV, BD, BDV, BN, FORM, PRECISION,
+                )  # fmt: skip
             if FOUND != "":  # noqa: SIM102
                 if side == 0:
-                    acc, m, l = sweep_whole(  # noqa: E741
-                        acc, m, l, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
+                    acc, m, l, before = sweep_whole(  # noqa: E741
+                        acc, m, l, before, b_q, old_rows, (old_run[0], old_run[1], old_run[0]),
                         span_of(old_whole, old_clear, seen, WINDOWED or MASK == "all"),
                         (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, 0), places,
                         (old_tiles[0], old_tiles[1], key_head * old_k_head, key_head * old_v_head),
-                        numbers, FOUND, PAGE, CACHE_DESCRIBED, old_causal, WINDOWED, MASK == "all",
-                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+                        numbers, blocks, FOUND, PAGE, CACHE_DESCRIBED,
+                        old_causal, WINDOWED, MASK == "all",
+                        D, DV, BD, BDV, BN, TILES, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
             if NEW == "packed":  # noqa: SIM102
                 if side == 1:
-                    acc, m, l = sweep_whole(  # noqa: E741
-                        acc, m, l, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
+                    acc, m, l, before = sweep_whole(  # noqa: E741
+                        acc, m, l, before, b_q, new_rows, (new_run[0], new_run[1], new_run[0]),
                         span_of(new_whole, new_clear, 0, WINDOWED or MASK != ""),
                         (new_k, new_v, new_k_strides, new_v_strides, 1, row, 0), row,
                         (new_tiles[0], new_tiles[1], key_head * new_k_head, key_head * new_v_head),
-                        numbers, "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "",
-                        D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+                        numbers, blocks, "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "",
+                        D, DV, BD, BDV, BN, TILES, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
     if b_v_scale is not None:
         acc = acc * b_v_scale
+    if TILES > 0:  # noqa: SIM102
+        if tl.cdiv(limits[1], TILES) - limits[0] // TILES > 1:
+            acc, m, l = join_behind(place, acc, m, l, before)  # noqa: E741
     return acc, m, l
 
 
@@ -313,6 +353,12 @@ def unified_kernel(
     while i < work:
         # Of this loop the compiler can be told to hoist nothing, which registers would have to hold
         # over all that is in it; of a `while` it cannot where the interpreter runs it too.
+        # Not where a prefix is one run: there the longer turns take more than ends do.
+        THROUGH: tl.constexpr = (
+            ORDER == "late" and BD <= THROUGH_MOST and BDV <= THROUGH_MOST and MASK == ""
+            and (FOUND == "" or (FOUND == "pages" and CACHE_DESCRIBED))
+            and (NEW != "packed" or DESCRIBED)
+        )  # fmt: skip
         for _ in tl.range(1 if WINDOWED else 8, disable_licm=True):
             if i < work:
                 what, key_head, rows = taken(
@@ -351,13 +397,22 @@ def unified_kernel(
                         facts, first, window, FOUND, NEW, CAUSAL, WINDOWED, MASK, BT
                     )
 
-                    if WINDOWED:
-                        # The keys that a row sees fit in one block, wherever it begins.
+                    place = place_of(parked, BM, BDV)
+                    if WINDOWED or THROUGH:
+                        # Under a window the keys that a row sees fit in one block, wherever it
+                        # begins.
+                        limits = (lower // BN, tl.cdiv(upper, BN))
+                        if not WINDOWED and piece >= 0:
+                            limits = (
+                                tl.maximum(limits[0], piece * (BLOCK // BN)),
+                                tl.minimum(limits[1], (piece + 1) * (BLOCK // BN)),
+                            )
                         acc, m, l = reduce(  # noqa: E741
-                            b_q, (lower // BN, tl.cdiv(upper, BN)), runs, whose, stores, key_tiles,
+                            b_q, limits, runs, whose, stores, key_tiles, place,
                             places, custom_mask, numbers, b_v_scale,
                             FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
-                            PACK, BT, BM, D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+                            PACK, BT, BM, D, DV, BD, BDV, BN, 0 if WINDOWED else BLOCK // BN,
+                            FORM, PRECISION, STAGES, ORDER,
                         )  # fmt: skip
                     else:
                         first_block, end_block = lower // BLOCK, tl.cdiv(upper, BLOCK)
@@ -367,7 +422,6 @@ def unified_kernel(
                         acc = tl.zeros((BM, BDV), tl.float32)
                         m = tl.full((BM,), NOTHING, tl.float32)
                         l = tl.zeros((BM,), tl.float32)  # noqa: E741
-                        place = place_of(parked, BM, BDV)
                         for block in tl.range(first_block, end_block, disable_licm=True):
                             tl.debug_barrier()  # as in `reduce`
                             runs, lower, upper = seen_of(
@@ -376,10 +430,10 @@ def unified_kernel(
                             begin = tl.maximum(lower, block * BLOCK) // BN
                             end = tl.cdiv(tl.minimum(upper, (block + 1) * BLOCK), BN)
                             acc, m, l = reduce(  # noqa: E741
-                                b_q, (begin, end), runs, whose, stores, key_tiles,
+                                b_q, (begin, end), runs, whose, stores, key_tiles, place,
                                 places, custom_mask, numbers, b_v_scale, FOUND, PAGE, NEW,
                                 DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK, PACK, BT, BM,
-                                D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, ORDER,
+                                D, DV, BD, BDV, BN, 0, FORM, PRECISION, STAGES, ORDER,
                             )  # fmt: skip
                             if block != first_block:
                                 acc, m, l = join_parked(place, acc, m, l)  # noqa: E741
