@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from headstart.runtime.launcher import padded, precision, reads_descriptors
 from headstart.runtime.static import StaticKernel, Target
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-SIZES = (
+Size = tuple[int, int, torch.dtype]
+SIZES: tuple[Size, ...] = (
     (128, 128, torch.bfloat16),
     (128, 128, torch.float16),
     (128, 128, torch.float32),
@@ -90,16 +91,16 @@ def _signature(
     return signature, attrs
 
 
-def kernels(target: Target) -> list[StaticKernel]:
-    """Every kernel in every configuration, plain and with a cache."""
+def kernels(target: Target, sizes: Sequence[Size] = SIZES) -> list[StaticKernel]:
+    """Every kernel in every configuration, plain and with a cache, for these K, V and dtypes."""
     found = []
     described = reads_descriptors(target)
-    for K, V, dtype in SIZES:
+    for K, V, dtype in sizes:
         config = scan_configuration(K, dtype, target)
         first = prepare_configuration(dtype, target)
         BK = padded(K)
         for cached in (False, True):
-            sizes: Mapping[str, Any] = {
+            shared: Mapping[str, Any] = {
                 "H": 16, "HV": 32, "K": K, "V": V, "BK": BK, "CACHED": cached, "TILES": cached,
                 "PER_CHANNEL": False, "CHAINED": chained(target),
                 "PRECISION": precision(dtype, target.backend),
@@ -141,7 +142,7 @@ def kernels(target: Target) -> list[StaticKernel]:
                 ) if joins(K, target) and not cached else ()),
             ):  # fmt: skip
                 constexprs = {
-                    name: value for name, value in {**sizes, **own}.items() if name in fn.arg_names
+                    name: value for name, value in {**shared, **own}.items() if name in fn.arg_names
                 }
                 signature, attrs = _signature(fn, NAMES[dtype], constexprs)
                 options: Mapping[str, Any] = {"enable_fp_fusion": False}
