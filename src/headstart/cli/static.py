@@ -84,7 +84,7 @@ def command(
     from headstart.cli.printing import console, print_table
     from headstart.evidence import runs
     from headstart.evidence.static import diff
-    from headstart.evidence.static.budgets import failures, spilled_more, trapped
+    from headstart.evidence.static.budgets import failures, spilled_more
     from headstart.evidence.static.collect import collect_each, kernels, resolve_targets
     from headstart.evidence.static.parts import Part
 
@@ -140,11 +140,7 @@ def command(
         forgiven += len(result["broken"]) > len(fatal)
         _print_broken(result, result["broken"])
     for group in by_python:
-        found = [
-            (theirs, sentence)
-            for theirs in group
-            for sentence in failures(theirs) + trapped(theirs)
-        ]
+        found = [(theirs, sentence) for theirs in group for sentence in failures(theirs)]
         found += [
             (theirs, sentence)
             for ours, theirs in diff.pairs(results, group)

@@ -23,6 +23,7 @@ class Device:
     blocks: resident blocks, at most.
     shared: bytes of shared memory or LDS.
     reserved: bytes of it that every block loses.
+    block: bytes of it that one block can have, at most, where that is not all.
     """
 
     registers: int
@@ -32,6 +33,7 @@ class Device:
     blocks: int
     shared: int
     reserved: int = 0
+    block: int | None = None
 
 
 DEVICES = {
@@ -42,7 +44,7 @@ DEVICES = {
     "cuda:120": Device(512, 8, 4, 12, 24, 100 * KIB, KIB),
     "hip:gfx942": Device(512, 8, 4, 8, 32, 64 * KIB),
     "hip:gfx950": Device(512, 8, 4, 8, 32, 160 * KIB),
-    "hip:gfx1151": Device(1536, 24, 4, 16, 32, 128 * KIB),
+    "hip:gfx1151": Device(1536, 24, 4, 16, 32, 128 * KIB, block=64 * KIB),
 }
 
 
@@ -70,12 +72,16 @@ BUDGETS = {
     "cuda:120": Budget(99 * KIB, why="the most a block can ask for"),
     "hip:gfx942": Budget(64 * KIB, why="all of a compute unit"),
     "hip:gfx950": Budget(160 * KIB, why="all of a compute unit"),
+    # A device would give a block twice as much.
     "hip:gfx1151": Budget(32 * KIB, matrix=True, why="two blocks a compute unit"),
 }
 
 
 TRAP = 8
-"""Instructions, at most, of a kernel that the compiler took for undefined and made a trap of."""
+"""Instructions, at most, of a kernel that the compiler made a mere trap of.
+
+Triton does so where one needs more tensor memory than there is: it compiles, and cannot run.
+"""
 
 MORE_SPILLS = 0.25
 """Vector words that another Triton may spill beyond this one's, for each instruction.
@@ -98,6 +104,8 @@ def resident_blocks(
     held = max(-(-registers // device.grain) * device.grain, device.grain)
     by_registers = min(device.registers // held, device.warps) * device.schedulers // warps
     by_shared = device.shared // (shared + device.reserved) if shared + device.reserved else 10**9
+    if device.block is not None and shared > device.block:
+        by_shared = 0
     return min(by_registers, by_shared, device.blocks)
 
 
@@ -105,14 +113,9 @@ def failures(result: Mapping[str, Any]) -> list[str]:
     """A sentence for a result of the worker that no program comes of, whatever a budget allows."""
     if result["error"]:
         return [f"does not compile: {result['error']}"]
+    if result["instructions"] <= TRAP:
+        return [f"is nothing but a trap of {result['instructions']} instructions"]
     return ["does not fit on a multiprocessor"] if result["resident_blocks"] == 0 else []
-
-
-def trapped(result: Mapping[str, Any]) -> list[str]:
-    """A sentence for a kernel that was compiled, to nothing but a trap."""
-    if result["error"] or result["instructions"] > TRAP:
-        return []
-    return [f"is nothing but a trap of {result['instructions']} instructions"]
 
 
 def broken(target: str, result: Mapping[str, Any]) -> list[str]:
@@ -129,7 +132,7 @@ def broken(target: str, result: Mapping[str, Any]) -> list[str]:
             f"takes {result['shared']} bytes of shared memory, allowed {budget.shared} "
             f"({budget.why})"
         )
-    found += trapped(result) + failures(result)
+    found += failures(result)
     if budget.matrix and result["has_product"] and not result["matrix"]:
         found.append("has a product but no matrix instruction")
     return found
@@ -138,13 +141,14 @@ def broken(target: str, result: Mapping[str, Any]) -> list[str]:
 def spilled_more(result: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """A sentence where another Triton's `other` spills more than it may beside `result`; else "".
 
-    >>> ours = {"error": "", "triton": "3.6.0", "vector_spills": 10, "instructions": 1000}
+    >>> ours = {"error": "", "triton": "3.6.0", "vector_spills": 10, "instructions": 1000,
+    ...         "resident_blocks": 1}
     >>> spilled_more(ours, ours | {"triton": "3.9.0", "vector_spills": 260})
     ''
     >>> spilled_more(ours, ours | {"triton": "3.9.0", "vector_spills": 261})
     'spills 261 vector words, allowed 260 beside the 10 of Triton 3.6.0'
     """
-    if result["error"] or other["error"] or trapped(result):
+    if failures(result) or failures(other):
         return ""
     ours, theirs = result["vector_spills"], other["vector_spills"]
     allowed = ours + int(MORE_SPILLS * result["instructions"])
