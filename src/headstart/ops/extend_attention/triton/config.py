@@ -137,10 +137,10 @@ REPRODUCIBLE = {
 }
 """The reproducible kernel without a window, where it differs.
 
-The end of a block costs a program what it takes to fill its pipeline again; the shorter blocks are,
-the more programs share a row that is decoded. On the H200 those of 8192 take 4 %
+The end of a block costs a program time, most where it has to fill its pipeline again; the shorter
+blocks are, the more programs share a row that is decoded. On the H200 those of 8192 take 4 %
 less time than those of 4096 where rows are 256 wide. Where they are 128 wide, 2048 takes 41 % less
-time than 4096 for a draft's few rows after a long prefix, and 6 to 10 % more for prefills.
+time than 4096 for a draft's few rows after a long prefix, and 2 to 9 % more for prefills.
 """
 REPRODUCIBLE_NARROW = {"hopper": {256: Config(128, 64, 3, 8, piece=4096)}}
 """The same where values are at most half as wide as keys: another stage fits, and takes 12 % less
