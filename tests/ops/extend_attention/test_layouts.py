@@ -14,6 +14,8 @@ SUM = re.compile(r"arith\.addf .*\n.*tt\.reduce\.return .*\n.*\(tensor<\d+x\d+xf
 """A reduction by addition; where a maximum is taken does not matter."""
 
 PRODUCT = r"{} = #ttg\.nvidia_mma<\{{(.*), warpsPerCTA = \[(\d+), (\d+)\],(.*)\}}>"
+PARKED = re.compile(r"tt\.(load|store) .*tensor<(\d+)x512x!tt\.ptr<f32>, (#\w+)>")
+"""Loads and stores of sums [BDV / 8, BM * 8] of tiles of 64 rows: which, rows, layout."""
 SCATTERED = ("", "-pages")
 
 
@@ -51,3 +53,18 @@ def test_rows_of_scattered_keys_are_summed_as_all_others():
     (first, rows, keys), (second, more_rows, more_keys) = map(product, (code, other))
     assert first == second
     assert (rows, more_rows, keys, more_keys) == ("4", "8", "1", "1")
+
+
+@pytest.mark.parametrize("name", ["unified-D128-bf16", "unified-D128-mqa-bf16"])
+def test_a_thread_loads_of_parked_sums_what_it_stored(name):
+    """A loop that runs through the ends of blocks has no barrier between the two.
+
+    Sums are stored whole or in parts, and loaded in parts: a thread has the same columns of each.
+    """
+    code, _ = compiled(name, "cuda:90")
+    stored = set(PARKED.findall(code))
+    assert {kind for kind, *_ in stored} == {"load", "store"}
+    assert {rows for _, rows, _ in stored} == {"4", "16"}
+    (layout,) = {found for *_, found in stored}
+    (lies,) = re.findall(rf"{layout} = #ttg\.blocked<\{{(.*)\}}>", code)
+    assert lies.startswith("sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [1, 4]")
