@@ -23,7 +23,7 @@ INTERPRET = TRITON_INTERPRET=1 HEADSTART_TEST_PART=$(PART) $(TEST_ENVIRONMENT)
 .PHONY: help venv prefill test lint types pytest test-interpret tritons static-triton interpret-triton mutants soak format wheel-smoke bench results report-test vllm-venv vllm-test clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(READY)  ## set up .venv with every extra and the pinned development requirements
 
@@ -86,7 +86,7 @@ PARTS := 17
 tritons: $(OTHER)/.ready  ## a part of test-interpret, interpret-triton and static-triton: the commit says which (PART=I/N, TRITON=)
 	@part=$(or $(PART),$$(bash tests/house/part.sh $(PARTS))); \
 	echo "Part $$part of what two Tritons interpret and compile (make tritons PART=$$part)"; \
-	$(MAKE) --no-print-directory PART=$$part STATIC=--report-budgets test-interpret interpret-triton static-triton
+	$(MAKE) --no-print-directory PART=$$part STATIC="--report-budgets $(STATIC)" test-interpret interpret-triton static-triton
 
 mutants: $(READY)  ## known-bad builds for a CPU: every one must fail a check (minutes)
 	$(BIN)/headstart verify mutants

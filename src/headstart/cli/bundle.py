@@ -18,7 +18,7 @@ MODELS = click.option(
     "--models",
     multiple=True,
     metavar="M",
-    help="Only what these call: catalogue, qwen3-next-80b, gpt-oss-20b, ...; all.",
+    help="Only what these call: catalogue, qwen3-next-80b, gpt-oss-20b, ...; by default all.",
 )
 
 
@@ -111,7 +111,9 @@ def build(
 
 @command.command()
 @click.argument("directory", metavar="DIR")
-@click.option("--target", "targets", multiple=True, metavar="T", help="Only these; all in DIR.")
+@click.option(
+    "--target", "targets", multiple=True, metavar="T", help="Only these; by default all in DIR."
+)
 @MODELS
 @json_option
 @click.pass_context
@@ -224,7 +226,7 @@ def list_programs(ctx: click.Context, directory: str, as_json: bool) -> None:
 
 @command.command()
 @click.argument("directory", metavar="DIR")
-@click.option("--call", "names", multiple=True, metavar="NAME", help="Only these; all.")
+@click.option("--call", "names", multiple=True, metavar="NAME", help="Only these; by default all.")
 @device_option()
 @json_option
 @click.pass_context

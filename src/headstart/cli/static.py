@@ -35,8 +35,12 @@ COLUMNS = (
 
 @click.command(cls=Command)
 @click.option("--kernel", "pattern", default="*", metavar="PATTERN", help="Only names that fit.")
-@click.option("--target", "targets", multiple=True, metavar="T", help="cuda:90, gfx942, ...; all.")
-@click.option("--part", "share", default="1/1", metavar="I/N", help="One share of N; all.")
+@click.option(
+    "--target", "targets", multiple=True, metavar="T", help="cuda:90, gfx942, ...; by default all."
+)
+@click.option(
+    "--part", "share", default="1/1", metavar="I/N", help="One share of N; by default all."
+)
 @click.option(
     "--diff",
     "other",

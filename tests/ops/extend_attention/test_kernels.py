@@ -48,6 +48,25 @@ def run(config, arguments, at_once=None, **options):
     return call(**given) if DEVICE == "cpu" else on_device(torch.device(DEVICE), call, **given)
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_call_without_rows_takes_no_scratch(reproducible):
+    batch = draw([0, 0], [50, 300], 2, 1, 16, seed=3)
+
+    def told_and_taken(**given):
+        workspace = Workspace(given["q"].device)
+        told = headstart.workspace_bytes("extend_attention", **given)
+        o = headstart.extend_attention(**given, workspace=workspace)
+        return told, workspace.bytes, o.shape
+
+    given = {**batch.arguments(), "reproducible": reproducible, "implementation": "triton"}
+    found = (
+        told_and_taken(**given)
+        if DEVICE == "cpu"
+        else on_device(torch.device(DEVICE), told_and_taken, **given)
+    )
+    assert found == (0, 0, (0, 2, 16))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False}], ids=str)

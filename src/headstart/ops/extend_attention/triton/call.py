@@ -241,6 +241,8 @@ def programs_at_once(call: ExtendCall, config: Config) -> int:
 
 def workspace_bytes(call: ExtendCall) -> int:
     """Scratch of `run`, exactly."""
+    if not call.q.shape[0]:
+        return 0
     config = configured(call)
     return layout_bytes(layout(call, config, scratch_rows(call.plan, cut_of(call, config))))
 
