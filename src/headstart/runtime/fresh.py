@@ -15,7 +15,8 @@ import torch
 try:
     from torch._C._dynamo.guards import _empty_strided_cpu as cpu  # type: ignore[attr-defined]
     from torch._C._dynamo.guards import _empty_strided_cuda as cuda  # type: ignore[attr-defined]
-except ImportError:  # They are not public.
+except ImportError:
+    # They are not public, nor in the stubs of PyTorch. Without them a call takes a little longer.
 
     def _empty(device: str, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
