@@ -56,12 +56,14 @@ def test_rows_of_scattered_keys_are_summed_as_all_others():
 
 
 @pytest.mark.parametrize("name", ["unified-D128-bf16", "unified-D128-mqa-bf16"])
-def test_a_thread_loads_of_parked_sums_what_it_stored(name):
-    """A loop that runs through the ends of blocks has no barrier between the two.
-
-    Sums are stored whole or in parts, and loaded in parts: a thread has the same columns of each.
-    """
+def test_a_loop_that_runs_through_the_ends_of_blocks_parks_nothing(name):
     code, _ = compiled(name, "cuda:90")
+    assert not PARKED.search(code)
+
+
+def test_sums_are_parked_as_threads_hold_them():
+    """Whole where a block ends and in parts where it is joined: no sum goes to another thread."""
+    code, _ = compiled("unified-D128-bf16-decode", "cuda:90")
     stored = set(PARKED.findall(code))
     assert {kind for kind, *_ in stored} == {"load", "store"}
     assert {rows for _, rows, _ in stored} == {"4", "16"}

@@ -1,5 +1,8 @@
 """A window of many keys: rows are cut into pieces, of which only those that they see are listed."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from tests.implementations import DEVICE, KERNELS, by_name
 from tests.on_device import on_device
 from tests.ops.extend_attention.oracle import ROUNDING, draw, expect_close, expected
+from tests.ops.extend_attention.test_bits import Steps, equal, whole
 from tests.ops.extend_attention.test_caches import stored
 from tests.ops.extend_attention.test_kernels import run
 
@@ -127,42 +131,45 @@ def bound(window, reproducible=False, positions=False, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_long_window_is_configured_and_cut_as_none_is(target):
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_long_window_is_configured_and_cut_as_none_is(target, reproducible):
     with (
         mock.patch.object(kernels, "target_of", return_value=TARGETS[target]),
         mock.patch.object(kernels, "processors", return_value=4),
     ):
-        full, short, long, kept, other, listed = (
-            bound(window, reproducible, positions)
-            for window, reproducible, positions in (
-                (None, False, False), (LONG_WINDOW - 1, False, False), (LONG_WINDOW, False, False),
-                (LONG_WINDOW, True, False), (127, True, False), (LONG_WINDOW, False, True),
-            )
-        )  # fmt: skip
-        configs = [kernels.configured(call) for call in (full, short, long, kept, other)]
+        full, short, long = (
+            bound(window, reproducible) for window in (None, LONG_WINDOW - 1, LONG_WINDOW)
+        )
+        configs = [kernels.configured(call) for call in (full, short, long)]
         assert configs[2] == configs[0]
-        assert configs[3] == configs[4]
+        configs = [replace(config, piece=1024) for config in configs]
         pieces = [
             [piece for _, _, piece, _ in tile_table(call.plan, kernels.cut_of(call, own)).tiles]
-            for call, own in zip(
-                (full, short, long, kept, listed), [*configs[:4], configs[2]], strict=True
-            )
+            for call, own in zip((full, short, long), configs, strict=True)
         ]
-        assert pieces == [[0, 1, 2, 3, 4], [-1], [2, 3, 4], [-1], [0, 1, 2, 3, 4]]
-        given = kernels.layout(short, configs[1], 0), kernels.layout(kept, configs[3], 0)
-        assert given == ({}, {})
+        assert pieces == [[0, 1, 2, 3, 4], [-1], [2, 3, 4]]
+        assert kernels.layout(short, configs[1], 0) == {}
+        if not reproducible:
+            listed = bound(LONG_WINDOW, positions=True)
+            table = tile_table(listed.plan, kernels.cut_of(listed, configs[2]))
+            assert [piece for _, _, piece, _ in table.tiles] == [0, 1, 2, 3, 4]
+
+
+def run_rows(q, k, v, **given):
+    return run((64, 64, 128), {"q": q, "k": k, "v": v}, **given)
 
 
 class TestKernels:
     pytestmark = on_kernels
 
     @pytest.mark.parametrize("window", [LONG - 1, LONG, LONG + 1, 130, 10**9])
-    @pytest.mark.parametrize("part", ["all", "prefix", "extend"])
+    @pytest.mark.parametrize("part", ["all", "prefix", "extend", "reproducible"])
     def test_decodes_drafts_and_prompts(self, long_from_60, window, part):
         batch = draw([90, 1, 7, 0, 2], [100, 333, 260, 70, 64], 6, 2, 16, 24, seed=1)
-        options = {"window": window, "part": part}
-        sinks = torch.linspace(-2, 2, 6) if part == "all" else None
-        found = run(CONFIG, batch.arguments(), sinks=sinks, **options)
+        kept = part == "reproducible"
+        options = {"window": window, "part": "all" if kept else part}
+        sinks = torch.linspace(-2, 2, 6) if options["part"] == "all" else None
+        found = run(CONFIG, batch.arguments(), sinks=sinks, reproducible=kept, **options)
         expect_close(found, expected(batch, sinks=sinks, **options))
 
     @pytest.mark.parametrize("window", [LONG_WINDOW - 1, LONG_WINDOW, LONG_WINDOW + 1])
@@ -172,6 +179,25 @@ class TestKernels:
         attend = by_name(headstart.extend_attention, "triton")
         found = attend(**batch.arguments(), window=window, return_lse=True)
         expect_close(found, expected(batch, window=window))
+
+    @pytest.mark.parametrize("window", [150, 10**6])
+    @pytest.mark.parametrize("page", [1, 16, 64])
+    @pytest.mark.parametrize("order", ["", "late"])
+    def test_a_hit_has_the_bits_of_a_cold_prompt(self, long_from_60, window, page, order):
+        """Blocks ended one by one and run through; rows behind pieces and in the midst of them."""
+        batch = draw([420], HQ=4, HK=2, D=64, dtype=torch.float16, seed=11)
+        attend = partial(run_rows, at_once=2, window=window, reproducible=True)
+        with mock.patch.object(kernels, "order", return_value=order):
+            want = whole(attend, batch, {})
+            expect_close(want, expected(batch, window=window), 2 * ROUNDING[torch.float16])
+            assert equal(whole(attend, batch, {"at_once": 64}), want)
+            for cuts in ([0, 1, 190, 256, 419, 420], [0, 300, 420]):
+                steps = Steps(batch, page, new_in_cache=page == 16)
+                for begin, end in pairwise(cuts):
+                    found = steps.step(attend, begin, end, {})
+                    assert equal(found, (want[0][begin:end], want[1][begin:end]))
+            if window > 420:
+                assert equal(whole(attend, batch, {"window": None}), want)
 
     @pytest.mark.parametrize("options", [{"softcap": 4.0}, {"causal": False}, {"scale": -0.3}])
     def test_other_scores(self, long_from_60, options):

@@ -132,7 +132,8 @@ def test_windows_compile_one_kernel_for_short_ones_and_one_for_long_ones():
         for window in (100, 10**6):
             attend([70, 3], [200, 64], "pages", window=window, reproducible=True)
             counts.append(len(found))
-    assert counts == [1] * 6 + [2] * 3 + [3] * 2
+    # The last call has more work than programs, so a kernel clears what they draw it from.
+    assert counts == [1] * 6 + [2] * 3 + [3, 5]
 
 
 @pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)

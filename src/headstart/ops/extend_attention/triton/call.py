@@ -94,11 +94,8 @@ def cut_of(call: ExtendCall, config: Config) -> Cut:
 
 
 def short_window(call: ExtendCall) -> bool:
-    """Whether rows see few keys: they are not cut, and most of their tiles are borders.
-
-    The reproducible kernel takes every window for one.
-    """
-    return call.window is not None and (call.reproducible or call.window < LONG_WINDOW)
+    """Whether rows see few keys: they are not cut, and most of their tiles are borders."""
+    return call.window is not None and call.window < LONG_WINDOW
 
 
 def blocks_of_heads(call: ExtendCall, config: Config) -> int:
@@ -264,7 +261,7 @@ def run(call: ExtendCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         kernel, programs = extend_kernel, given["work"]
         if call.reproducible:
             kernel = unified_kernel
-            if call.window is None and programs > (most := programs_at_once(call, config)):
+            if not short_window(call) and programs > (most := programs_at_once(call, config)):
                 programs = most
                 start(clear_kernel, (1,), given, Config(0, 0, 1, 1))
         if programs:
@@ -338,7 +335,7 @@ def arguments(
         "PARTS": read.parts, "AGAIN": read.again,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
         "BH": 1024 // BDV,
-        "PIECE": 0 if short_window(call) else config.piece, "BLOCK": config.piece,
+        "PIECE": 0 if short_window(call) else config.piece,
         "CAUSAL": call.causal, "WINDOWED": call.window is not None,
         "MASK": "" if call.custom_mask is None else plan.mask_covers,
         "HAS_SINKS": call.sinks is not None, "HAS_LSE": lse is not None,

@@ -17,8 +17,8 @@ class Config:
     piece: keys of a piece of a tile that is cut, a multiple of BN. In the reproducible kernel it is
     also the block of absolute positions in which all keys are reduced.
     registers: most that a thread may take on NVIDIA, so that more programs fit; 0: any number.
-    resident: programs of a multiprocessor without a window; in the reproducible kernel they stay
-    there for tile after tile.
+    resident: programs of a multiprocessor without a short window; in the reproducible kernel they
+    stay there for tile after tile.
     """
 
     BM: int
@@ -188,7 +188,7 @@ def configuration(
 
     Entries of a custom mask take registers, so tiles are smaller; but not where bits are promised:
     there a mask that says what the causal rule says must give the bits of that rule. windowed:
-    under a window below `LONG_WINDOW`, or under any where bits are promised. ratio: query heads of
+    under a window below `LONG_WINDOW`. ratio: query heads of
     a key head, as a class; bits that are promised do not depend on it. scattered: cached keys are
     copied row by row. listed: each of those has a slot of its own. few: no sequence brings
     more than `FEW` rows. target: as `headstart static` names it.

@@ -5,10 +5,6 @@ threads of an NVIDIA warp hold a product's sums: those that a thread holds of ei
 by side, and so do threads. A sum then goes from its register to memory and back as it is; any other
 order would take a detour through shared memory, which tiles of keys fill. Wide states are joined a
 few columns at a time, so that registers hold one of them and a part of the other.
-
-A loop that runs through the ends of blocks keeps m and l in registers (`fold`, `join_behind`):
-threads share those of a row, and a loop with a barrier in it is not pipelined. Of acc a thread
-loads what it stored.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -47,47 +43,20 @@ def join_parked(place, acc, m, l):  # noqa: E741
     # Another thread of this program may have stored what one loads.
     tl.debug_barrier()
     o_m = _sums_of(place, acc)
-    return join_behind(place, acc, m, l, (tl.load(o_m), tl.load(o_m + acc.shape[0])))
+    return _join_behind(place, acc, m, l, (tl.load(o_m), tl.load(o_m + acc.shape[0])))
 
 
 @triton.jit
-def fold(place, acc, ended, before, there):
-    """Park acc [BM, BDV] and `ended` = (m, l) [BM] of a block behind what is parked.
-
-    before: (m, l) of that. there: whether there is any. Returns (m, l) of all.
-    """
-    m, l = ended  # noqa: E741
-    if there:
-        m, l = _join_into(place, acc, m, l, before)  # noqa: E741
-    else:
-        _store(place, acc)
-    return m, l
-
-
-@triton.jit
-def join_behind(place, acc, m, l, before):  # noqa: E741
+def _join_behind(place, acc, m, l, before):  # noqa: E741
     """The parked acc with `before` = (m, l) and, behind it, the next block's state as one."""
     if acc.shape[1] > COLUMNS:
         left, right = _halves(acc)
-        left, _, _ = join_behind(place, left, m, l, before)
-        right, m, l = join_behind(place + left.shape[0] * left.shape[1], right, m, l, before)  # noqa: E741
+        left, _, _ = _join_behind(place, left, m, l, before)
+        right, m, l = _join_behind(place + left.shape[0] * left.shape[1], right, m, l, before)  # noqa: E741
         both = _beside(left, right)
     else:
         both, m, l = join(_load(place, acc), before[0], before[1], acc, m, l)  # noqa: E741
     return both, m, l
-
-
-@triton.jit
-def _join_into(place, acc, m, l, before):  # noqa: E741
-    """The same, and parked."""
-    if acc.shape[1] > COLUMNS:
-        left, right = _halves(acc)
-        _join_into(place, left, m, l, before)
-        m, l = _join_into(place + left.shape[0] * left.shape[1], right, m, l, before)  # noqa: E741
-    else:
-        both, m, l = join(_load(place, acc), before[0], before[1], acc, m, l)  # noqa: E741
-        _store(place, both)
-    return m, l
 
 
 @triton.jit

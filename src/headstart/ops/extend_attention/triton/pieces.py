@@ -36,13 +36,13 @@ def join_kernel(
     acc = tl.zeros((BH, BDV), tl.float32)
     m = tl.full((BH,), NOTHING, tl.float32)
     l = tl.zeros((BH,), tl.float32)  # noqa: E741
-    for _ in range(pieces):
-        at = entry * heads + o_h
+    # Several are on their way at a time: rows of many pieces would wait for one after the other.
+    for piece in tl.range(pieces, num_stages=8):
+        at = (entry + piece * step) * heads + o_h
         b_acc = tl.load(part_acc + (at * DV)[:, None] + o_d[None, :], mask=m_acc, other=0.0)
         b_m = tl.load(part_m + at, mask=m_h, other=NOTHING)
         b_l = tl.load(part_l + at, mask=m_h, other=0.0)
         acc, m, l = join(acc, m, l, b_acc, b_m, b_l)  # noqa: E741
-        entry += step
     sink = tl.full(m.shape, NOTHING, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + o_h, mask=m_h, other=NOTHING).to(tl.float32)

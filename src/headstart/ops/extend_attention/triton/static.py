@@ -72,8 +72,8 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "decode": {"FOUND": "pages", "PAGE": 16},
     "fp8": {"FOUND": "pages", "PAGE": 16, "NEW": "cached", "SCALES": True},
 }
-"""Switch -> constants that it changes. "longwin": a long window, of which the reproducible kernel
-knows nothing. "decode": few rows on pages, which may change a tile."""
+"""Switch -> constants that it changes. "longwin": a long window. "decode": few rows on pages, which
+may change a tile."""
 OF_ALL_SHAPES = ("", "win", "longwin", "pages", "slots", "decode")
 
 POINTERS = {
@@ -120,7 +120,7 @@ def constants(
         "D": shape.D, "DV": shape.DV, "BD": read.size, "BDV": BDV,
         "PARTS": read.parts, "AGAIN": read.again,
         "BM": config.BM, "BN": config.BN, "BT": tokens, "STAGES": config.stages,
-        "PIECE": config.piece, "BLOCK": config.piece, "BH": 1024 // BDV,
+        "PIECE": config.piece, "BH": 1024 // BDV,
         "FOUND": "", "PAGE": 1, "NEW": "packed", "DESCRIBED": described,
         "CACHE_DESCRIBED": False, "CAUSAL": True, "WINDOWED": False, "MASK": "",
         "LISTED": False, "SCALES": False, "WIDE": False, "HAS_SINKS": False, "HAS_LSE": False,
@@ -210,7 +210,7 @@ def kernels(target: Target) -> list[StaticKernel]:
         for switch, changed in SWITCHES.items():
             if shape is not SHAPES[0] and switch not in OF_ALL_SHAPES:
                 continue
-            for fn in (extend_kernel, unified_kernel)[: 1 if switch == "longwin" else 2]:
+            for fn in (extend_kernel, unified_kernel):
                 reproducible = fn is unified_kernel
                 config = configuration(
                     shape.D,

@@ -26,12 +26,12 @@ from headstart.ops.extend_attention.triton.keys import (
     read_parts,
     row_of_tile,
 )
-from headstart.ops.extend_attention.triton.parked import fold
 from headstart.ops.extend_attention.triton.softmax import (
     NOTHING,
     absorb,
     add_values,
     column,
+    join,
     tanh,
     top,
     weigh,
@@ -303,7 +303,7 @@ def sweep(
 
 @triton.jit
 def sweep_late(
-    acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, blocks,  # noqa: E741
+    acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, first,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
     TILES: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -317,13 +317,11 @@ def sweep_late(
     would wait for it.
 
     TILES: tiles of a block of keys; 0: there is one block, or the caller ends them. Else the loop
-    runs through their ends: a block's sums are folded into those `before` = (m, l), whose acc is
-    parked, a turn after the next block began, when its last values are there. blocks: (tile in
-    which the first block begins, where to park).
+    runs through their ends: a block's sums are joined to those `before` = (acc, m, l), a turn after
+    the next block began, when its last values are there. first: tile in which the first begins.
     """
     start, count, origin = run
     begin, end, clear_begin, clear_end, _ = span
-    first, place = blocks
     where, number = store[5], store[6]
     k_tiles, v_tiles, k_column, v_column = tiles
     window, inner, factor = numbers
@@ -351,7 +349,7 @@ def sweep_late(
                         PRECISION,
                     )  # fmt: skip
                     if begins:
-                        before = fold(place, acc, ended, before, tile - 1 - TILES > first)
+                        before = join(before[0], before[1], before[2], acc, ended[0], ended[1])
                         acc = tl.zeros(acc.shape, tl.float32)
                 acc = add_values(acc, decay, b_w, b_v, PRECISION)
                 begins = (tile % TILES == 0) & (tile > first)
@@ -375,7 +373,7 @@ def sweep_late(
                 b_p, decay, m, l = weigh(m, l, b_s, factor)  # noqa: E741
         if TILES > 0:  # noqa: SIM102
             if begins:
-                before = fold(place, acc, ended, before, end - 1 - TILES > first)
+                before = join(before[0], before[1], before[2], acc, ended[0], ended[1])
                 acc = tl.zeros(acc.shape, tl.float32)
         acc = add_values(acc, decay, b_p, v_tiles.load([row, v_column]), PRECISION)
     return acc, m, l, before

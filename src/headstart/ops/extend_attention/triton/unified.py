@@ -1,15 +1,15 @@
 """The reproducible kernel: a row's bits depend on its own sequence and positions alone.
 
-Tiles of BN keys are anchored at position 0 and taken from left to right. Without a window keys are
-reduced in blocks of BLOCK consecutive positions, each starting from nothing; blocks are joined in
-order. A block or tile in which a row sees no key leaves the row's bits as they are, so a prefix
-hit, a step, another batch or more heads beside it change nothing. Tiles that lie whole in one run
-of keys are read from it alone, through descriptors where those serve; the few others are read key
-by key, from both. A piece of a tile is one block, so that decoding joins the same states in the
-same order. While a block is reduced the state joined so far is parked in scratch: registers hold
-one state, as the default kernel's do. So a few programs stay and take tile after tile. Where every
-whole tile is read late, a loop runs through the ends of blocks, which costs less than to fill its
-pipeline again.
+Tiles of BN keys are anchored at position 0 and taken from left to right. Keys are reduced in blocks
+of PIECE consecutive positions, each starting from nothing, and blocks are joined in order; under a
+short window (PIECE is 0) there is one block. A block or tile in which a row sees no key leaves the
+row's bits as they are, so a prefix hit, a step, another batch or more heads beside it change
+nothing. Tiles that lie whole in one run of keys are read from it alone, through descriptors where
+those serve; the few others are read key by key, from both. A piece of a tile is one block, so that
+decoding joins the same states in the same order. While a block is reduced the state joined so far
+is parked in scratch: registers hold one state, as the default kernel's do. So a few programs stay
+and take tile after tile. Where every whole tile is read late, a loop runs through the ends of
+blocks, and registers hold both states: it need not fill its pipeline again.
 """
 
 # Kernels are written in Triton's language, which reads other types than Python's.
@@ -20,13 +20,7 @@ import triton
 import triton.language as tl
 
 from headstart.ops.extend_attention.triton.keys import beside_float8, read_scale, scaled_numbers
-from headstart.ops.extend_attention.triton.parked import (
-    fold,
-    join_behind,
-    join_parked,
-    park,
-    place_of,
-)
+from headstart.ops.extend_attention.triton.parked import join_parked, park, place_of
 from headstart.ops.extend_attention.triton.rows import (
     facts_of,
     head_of,
@@ -36,7 +30,7 @@ from headstart.ops.extend_attention.triton.rows import (
     rows_of,
     tile_of,
 )
-from headstart.ops.extend_attention.triton.softmax import NOTHING
+from headstart.ops.extend_attention.triton.softmax import NOTHING, join
 from headstart.ops.extend_attention.triton.sweep import (
     clear,
     sweep,
@@ -152,16 +146,15 @@ def tiles_in(run, BN: tl.constexpr):
 
 
 @triton.jit
-def begun(acc, m, l, before, tile, blocks, TILES: tl.constexpr):  # noqa: E741
-    """The state in front of `tile`: where a block begins there, nothing, and the last is parked.
+def begun(acc, m, l, before, tile, first, TILES: tl.constexpr):  # noqa: E741
+    """The state in front of `tile`: where a block begins there, nothing, and the last is joined.
 
-    before: (m, l) of the blocks that are parked. blocks: (tile in which the first one begins, where
-    to park). TILES: tiles of a block.
+    before: (acc, m, l) of earlier blocks. first: tile in which the first one begins. TILES: tiles
+    of a block.
     """
-    first, place = blocks
     begins = (tile % TILES == 0) & (tile > first)
     if begins:
-        before = fold(place, acc, (m, l), before, tile - TILES > first)
+        before = join(before[0], before[1], before[2], acc, m, l)
     acc = tl.where(begins, 0.0, acc)
     m = tl.where(begins, NOTHING, m)
     l = tl.where(begins, 0.0, l)  # noqa: E741
@@ -170,37 +163,37 @@ def begun(acc, m, l, before, tile, blocks, TILES: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def sweep_whole(
-    acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, blocks,  # noqa: E741
+    acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, first,  # noqa: E741
     FOUND: tl.constexpr, PAGE: tl.constexpr, DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, SHORT: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Absorb tiles that lie whole in one run of keys, in either way: both give the same bits."""
-    if DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (WINDOWED or MASKED):
+    if DESCRIBED and (ORDER == "late" or FOUND == "pages") and not (SHORT or MASKED):
         acc, m, l, before = sweep_late(  # noqa: E741
-            acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, blocks,
+            acc, m, l, before, b_q, rows, run, span, store, places, tiles, numbers, first,
             FOUND, PAGE, CAUSAL, WINDOWED, MASKED, BN, TILES, FORM, PRECISION, STAGES,
         )  # fmt: skip
     else:
         acc, m, l = sweep(  # noqa: E741
             acc, m, l, b_q, rows, run, span, store, (places, places, places), tiles, numbers,
             FOUND, PAGE, DESCRIBED, CAUSAL, WINDOWED, MASKED, False,
-            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, WINDOWED, ORDER == "ahead",
+            D, DV, BD, BDV, BN, FORM, PRECISION, STAGES, SHORT, ORDER == "ahead",
         )  # fmt: skip
     return acc, m, l, before
 
 
 @triton.jit
 def reduce(
-    b_q, limits, runs, rows, stores, tiles, place, places, custom_mask, numbers, b_v_scale,
+    b_q, limits, runs, rows, stores, tiles, places, custom_mask, numbers, b_v_scale,
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     PACK: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, SHORT: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """The state of tiles [begin, end) = `limits`, taken from left to right.
@@ -218,8 +211,7 @@ def reduce(
     acc = tl.zeros((BM, BDV), tl.float32)
     m = tl.full((BM,), NOTHING, tl.float32)
     l = tl.zeros((BM,), tl.float32)  # noqa: E741
-    before = (m, l)
-    blocks = (limits[0], place)
+    before = (acc, m, l)
     window = numbers[0]
     old_causal: tl.constexpr = CAUSAL and MASK != "all"
     new_causal: tl.constexpr = CAUSAL and MASK == ""
@@ -266,7 +258,7 @@ def reduce(
             high = tl.where(side == 0, old_begin, tl.where(side == 1, new_begin, end))
             for tile in tl.range(low, high, num_stages=1, disable_licm=True):
                 if TILES > 0:
-                    acc, m, l, before = begun(acc, m, l, before, tile, blocks, TILES)  # noqa: E741
+                    acc, m, l, before = begun(acc, m, l, before, tile, limits[0], TILES)  # noqa: E741
                 acc, m, l = take_both(  # noqa: E741
                     acc, m, l, b_q, old_rows, old_run, new_run, (tile, old_clear, new_clear, seen),
                     (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, border),
@@ -281,9 +273,9 @@ def reduce(
                         span_of(old_whole, old_clear, seen, WINDOWED or MASK == "all"),
                         (old_k, old_v, old_k_strides, old_v_strides, page_rows, where, 0), places,
                         (old_tiles[0], old_tiles[1], key_head * old_k_head, key_head * old_v_head),
-                        numbers, blocks, FOUND, PAGE, CACHE_DESCRIBED,
+                        numbers, limits[0], FOUND, PAGE, CACHE_DESCRIBED,
                         old_causal, WINDOWED, MASK == "all",
-                        D, DV, BD, BDV, BN, TILES, FORM, PRECISION, STAGES, ORDER,
+                        D, DV, BD, BDV, BN, TILES, SHORT, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
             if NEW == "packed":  # noqa: SIM102
                 if side == 1:
@@ -292,14 +284,14 @@ def reduce(
                         span_of(new_whole, new_clear, 0, WINDOWED or MASK != ""),
                         (new_k, new_v, new_k_strides, new_v_strides, 1, row, 0), row,
                         (new_tiles[0], new_tiles[1], key_head * new_k_head, key_head * new_v_head),
-                        numbers, blocks, "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "",
-                        D, DV, BD, BDV, BN, TILES, FORM, PRECISION, STAGES, ORDER,
+                        numbers, limits[0], "run", 1, DESCRIBED, new_causal, WINDOWED, MASK != "",
+                        D, DV, BD, BDV, BN, TILES, SHORT, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
     if b_v_scale is not None:
         acc = acc * b_v_scale
     if TILES > 0:  # noqa: SIM102
         if tl.cdiv(limits[1], TILES) - limits[0] // TILES > 1:
-            acc, m, l = join_behind(place, acc, m, l, before)  # noqa: E741
+            acc, m, l = join(before[0], before[1], before[2], acc, m, l)  # noqa: E741
     return acc, m, l
 
 
@@ -336,14 +328,14 @@ def unified_kernel(
     cache_v_page, cache_v_row, cache_v_head, cache_v_channel, k_scale_head, v_scale_head,
     HQ: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, AGAIN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, PIECE: tl.constexpr,
     FOUND: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
     DESCRIBED: tl.constexpr, CACHE_DESCRIBED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASK: tl.constexpr,
     SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """One tile and block of heads after another, `work` over all programs; one under a window.
+    """One tile and block of heads after another, `work` over all programs.
 
     A program draws the next one when it is done with one, so that all end at about the same time.
     parked: float32 [programs, BM * (BDV + 2)]. drawn: int32 [1], 0 where there is more work than
@@ -359,7 +351,7 @@ def unified_kernel(
             and (FOUND == "" or (FOUND == "pages" and CACHE_DESCRIBED))
             and (NEW != "packed" or DESCRIBED)
         )  # fmt: skip
-        for _ in tl.range(1 if WINDOWED else 8, disable_licm=True):
+        for _ in tl.range(8 if PIECE > 0 else 1, disable_licm=True):
             if i < work:
                 what, key_head, rows = taken(
                     i, sequences, tiles, listed, total, HEADS, GROUP, PACK, BT, BM
@@ -398,24 +390,23 @@ def unified_kernel(
                     )
 
                     place = place_of(parked, BM, BDV)
-                    if WINDOWED or THROUGH:
-                        # Under a window the keys that a row sees fit in one block, wherever it
-                        # begins.
+                    if PIECE == 0 or THROUGH:
+                        # Under a short window there is one block, wherever it begins.
                         limits = (lower // BN, tl.cdiv(upper, BN))
-                        if not WINDOWED and piece >= 0:
+                        if PIECE > 0 and piece >= 0:
                             limits = (
-                                tl.maximum(limits[0], piece * (BLOCK // BN)),
-                                tl.minimum(limits[1], (piece + 1) * (BLOCK // BN)),
+                                tl.maximum(limits[0], piece * (PIECE // BN)),
+                                tl.minimum(limits[1], (piece + 1) * (PIECE // BN)),
                             )
                         acc, m, l = reduce(  # noqa: E741
-                            b_q, limits, runs, whose, stores, key_tiles, place,
+                            b_q, limits, runs, whose, stores, key_tiles,
                             places, custom_mask, numbers, b_v_scale,
                             FOUND, PAGE, NEW, DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK,
-                            PACK, BT, BM, D, DV, BD, BDV, BN, 0 if WINDOWED else BLOCK // BN,
+                            PACK, BT, BM, D, DV, BD, BDV, BN, PIECE // BN, PIECE == 0,
                             FORM, PRECISION, STAGES, ORDER,
                         )  # fmt: skip
                     else:
-                        first_block, end_block = lower // BLOCK, tl.cdiv(upper, BLOCK)
+                        first_block, end_block = lower // PIECE, tl.cdiv(upper, PIECE)
                         if piece >= 0:
                             first_block = tl.maximum(first_block, piece)
                             end_block = tl.minimum(end_block, piece + 1)
@@ -427,13 +418,13 @@ def unified_kernel(
                             runs, lower, upper = seen_of(
                                 facts, first, window, FOUND, NEW, CAUSAL, WINDOWED, MASK, BT
                             )
-                            begin = tl.maximum(lower, block * BLOCK) // BN
-                            end = tl.cdiv(tl.minimum(upper, (block + 1) * BLOCK), BN)
+                            begin = tl.maximum(lower, block * PIECE) // BN
+                            end = tl.cdiv(tl.minimum(upper, (block + 1) * PIECE), BN)
                             acc, m, l = reduce(  # noqa: E741
-                                b_q, (begin, end), runs, whose, stores, key_tiles, place,
+                                b_q, (begin, end), runs, whose, stores, key_tiles,
                                 places, custom_mask, numbers, b_v_scale, FOUND, PAGE, NEW,
                                 DESCRIBED, CACHE_DESCRIBED, CAUSAL, WINDOWED, MASK, PACK, BT, BM,
-                                D, DV, BD, BDV, BN, 0, FORM, PRECISION, STAGES, ORDER,
+                                D, DV, BD, BDV, BN, 0, False, FORM, PRECISION, STAGES, ORDER,
                             )  # fmt: skip
                             if block != first_block:
                                 acc, m, l = join_parked(place, acc, m, l)  # noqa: E741
@@ -450,7 +441,7 @@ def unified_kernel(
                         HQ, DV, BDV, HAS_SINKS, HAS_LSE,
                     )  # fmt: skip
                 following = work
-                if not WINDOWED:
+                if PIECE > 0:
                     programs = tl.num_programs(0)
                     if work > programs:
                         following = programs + tl.atomic_add(drawn, 1, sem="relaxed")
