@@ -63,8 +63,39 @@ def test_calls_are_taken_by_host_facts(expected, lengths, options):
     assert short_call.takes(bound(lengths, **options)) is expected
 
 
+@pytest.mark.parametrize(
+    ("expected", "lengths", "options"),
+    [
+        (True, [128], {}),
+        (True, [64, 65, 0], {}),
+        (True, [30, 2], {"starts": [80, 63]}),
+        (False, [129], {}),
+        (False, [66], {"starts": 63}),
+        (True, [65] * 16, {}),
+        (False, [65] * 17, {}),
+        (False, [65], {"capacity": (2, 128, 0)}),
+        (False, [65], {"drafts": 0}),
+    ],
+)
+def test_two_chunks_are_taken_where_programs_are_few(monkeypatch, expected, lengths, options):
+    """Two programs a value head, of which there are four, on 132 processors."""
+    monkeypatch.setattr(short_call, "processors", lambda device: 132)
+    assert short_call.takes(bound(lengths, **options)) is expected
+
+
 CALLS = {
     "plain": lambda: bound([64, 20]),
+    "two chunks": lambda: bound([128]),
+    "two chunks from a state": lambda: bound(
+        [128, 3, 0], state=torch.zeros(3, 4, 128, 128), snapshots=torch.float32
+    ),
+    "two chunks in a pool": lambda: bound(
+        [100],
+        qk_l2norm=True,
+        return_state=False,
+        gate=Gate.raw(torch.zeros(4), torch.zeros(4), beta="logit"),
+        state=Pool(torch.zeros(5, 4, 128, 128), [1], [3], torch.tensor([True]), layout="vk"),
+    ),
     "float16": lambda: bound([64], H=1, HV=1, dtype=torch.float16),
     "a state": lambda: bound([30, 20], state=torch.zeros(2, 4, 128, 128), snapshots=torch.float32),
     "a pool": lambda: bound(
@@ -125,8 +156,10 @@ def test_what_a_short_call_launches_compiles(monkeypatch, name):
     short_call.launch(call, Stores.allocate(call, torch.float32))
     (kernel,) = found
     assert "wgmma" in kernel.asm["ptx"]
-    # Two programs share a multiprocessor, each with 1 KiB of the driver's; one, with a wide window.
-    assert kernel.metadata.shared <= (227 if name == "the rest of a chunk" else 113) * 1024
+    # Two programs share a multiprocessor, each with 1 KiB of the driver's; one alone has all of it
+    # where a window is wide or chunks are two.
+    alone = name == "the rest of a chunk" or "two" in name
+    assert kernel.metadata.shared <= (227 if alone else 113) * 1024
 
 
 def test_a_step_of_another_window_has_another_signature(monkeypatch):

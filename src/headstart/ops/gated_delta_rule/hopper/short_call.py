@@ -63,7 +63,7 @@ def launch(call: GatedDeltaCall, stores: Stores) -> None:
 
 
 def _launch_plain(call: GatedDeltaCall, given: dict[str, Any]) -> None:
-    from headstart.ops.gated_delta_rule.hopper.short import short_kernel
+    from headstart.ops.gated_delta_rule.hopper.short import GROUP_REGISTERS, short_kernel
 
     HV, schedule = call.sizes[1], call.schedule
     table = chunk_table(schedule, cached=False, drafting=False)
@@ -75,7 +75,8 @@ def _launch_plain(call: GatedDeltaCall, given: dict[str, Any]) -> None:
         "SEVERAL": not schedule.window(), "HALVES": halves,
     }  # fmt: skip
     grid = (programs * (2 // halves),)
-    start(short_kernel, grid, given, num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False)
+    registers = GROUP_REGISTERS.value if given["SEVERAL"] else REGISTERS
+    start(short_kernel, grid, given, num_warps=4, maxnreg=registers, enable_fp_fusion=False)
 
 
 def _launch_cached(call: GatedDeltaCall, cache: DeltaCache, given: dict[str, Any]) -> None:
