@@ -8,8 +8,8 @@
 long sequences: the same products, roundings and order of adding, hence the same bits. Steps on a
 cache have a kernel of their own, `decode`. One program per value head and sequence; nothing but
 states, rows and outputs passes through memory. T and P of a chunk serve both halves of V, which
-take turns; S of a half, transposed [64, K], is in registers. Of two chunks a program makes both T
-and P at a time, by a group of warps each, and takes one half of V.
+take turns; S of a half, transposed [64, K], is in registers. A sequence of several chunks makes T
+and P anew for each half.
 """
 
 # Kernels are written in Gluon, which reads other types than Python's.
@@ -20,21 +20,17 @@ and P at a time, by a group of warps each, and takes one half of V.
 # ruff: noqa: SIM102, RUF059 (an outer test of a constant is decided when the kernel is compiled;
 # functions unpack what they share, and use a part)
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from headstart.ops.gated_delta_rule.hopper.gluon import gather_in, thread_barrier
 from headstart.ops.gated_delta_rule.hopper.short_tiles import SCALES, make_tiles
-
-GROUP_REGISTERS = gl.constexpr(248)
-"""Of a thread where two groups of warps share a multiprocessor's."""
 
 SLOTS = ["read_slots", "write_slots", "present", "snapshot_slots"]
 
@@ -242,94 +238,6 @@ def advance(
     return S
 
 
-@gluon.jit
-def chunk_tiles(dtype: gl.constexpr, K: gl.constexpr):
-    """Shared memory for what `make_tiles` makes of a chunk."""
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    zeros = gl.allocate_shared_memory(dtype, [8, 64], FLAT)
-    zeros.store(gl.zeros([8, 64], dtype, LINES))
-    return (
-        gl.allocate_shared_memory(dtype, [64, K], WIDE),
-        gl.allocate_shared_memory(dtype, [64, K], WIDE),
-        gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE),
-        gl.allocate_shared_memory(dtype, [64, 64], SQUARE),
-        gl.allocate_shared_memory(dtype, [64, 64], SQUARE),
-        zeros,
-        gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [64], PLAIN),
-    )
-
-
-@gluon.jit
-def make_second(
-    given, tiles, made,
-    K: gl.constexpr, V: gl.constexpr,
-    GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
-    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr,
-):  # fmt: skip
-    """Four warps: the tiles of the second chunk, which another four wait for."""
-    rows, gates, place, begin, last, low, head, key_head, scale = given
-    if begin + 1 < last:
-        make_tiles(
-            rows, gates, place, low + 64, head, key_head, tiles, scale,
-            K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
-        )  # fmt: skip
-        mbarrier.arrive(made, count=1)
-
-
-@gluon.jit
-def two_chunks(
-    given, first_tiles, second_tiles, made, old, outs, snaps, staged, ends,
-    K: gl.constexpr, V: gl.constexpr,
-    old_k: gl.constexpr, old_v: gl.constexpr, new_k: gl.constexpr, new_v: gl.constexpr,
-    snap_k: gl.constexpr, snap_v: gl.constexpr,
-    GATE: gl.constexpr, BETA: gl.constexpr, HAS_G: gl.constexpr, HAS_BETA: gl.constexpr,
-    HAS_BIAS: gl.constexpr, NORMALISE: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_NEW: gl.constexpr, HAS_SNAPSHOTS: gl.constexpr,
-    HAS_SNAPSHOT_SLOTS: gl.constexpr, SNAPSHOTS_CACHED: gl.constexpr,
-    AHEAD: gl.constexpr, LINES_KEPT: gl.constexpr,
-):  # fmt: skip
-    """Four warps: the tiles of the first chunk, then a half of V through both chunks.
-
-    ends: (items, snapshot that opens, whether it does, slot for the last state, half).
-    """
-    rows, gates, place, begin, last, low, head, key_head, scale = given
-    items, opening, opens, write, block = ends
-    if begin < last:
-        make_tiles(
-            rows, gates, place, low, head, key_head, first_tiles, scale,
-            K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
-        )  # fmt: skip
-    S = opened(
-        old, snaps, staged, opens, opening, place[1], head, block, False,
-        K, old_k, old_v, snap_k, snap_v, HAS_STATE, AHEAD,
-        HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
-    )  # fmt: skip
-    for chunk in gl.static_range(2):
-        item = begin + chunk
-        if item < last:
-            if chunk == 1:
-                mbarrier.wait(made, 0)
-            after = -1
-            if HAS_SNAPSHOTS:
-                after = gl.load(items + item * 3 + 2)
-            S = advance(
-                S, outs, snaps, staged, second_tiles if chunk == 1 else first_tiles, place,
-                low + chunk * 64, after, write, item + 1 < last, head, block, scale,
-                K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
-                HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, LINES_KEPT,
-            )  # fmt: skip
-    if HAS_NEW:
-        if (begin >= last) & (write >= 0):
-            new_state, new_n, new_h = outs[3], outs[4], outs[5]
-            keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
-
-
 @gluon.jit(do_not_specialize_on_alignment=SLOTS)
 def short_kernel(
     q, k, v, o, g, beta, a_log, dt_bias, sequences, items,
@@ -350,7 +258,7 @@ def short_kernel(
 ):  # fmt: skip
     """One program per (HALVES halves of V, value head, sequence).
 
-    SEVERAL: whether a sequence may have two chunks; then HALVES is 1.
+    SEVERAL: whether a sequence may have more chunks than one.
     """
     program = gl.program_id(0)
     first_block = program % (2 // HALVES)
@@ -386,21 +294,39 @@ def short_kernel(
     old = old_state, old_n, old_h, slot, there
     # States go through shared memory in pieces of 16 bytes, conflicts apart as they lie in rows.
     AHEAD: gl.constexpr = (
-        HAS_STATE
+        HAS_STATE and not SEVERAL
         and old_state.dtype.element_ty == gl.float32 and (old_v == 1 or old_k == 1)
     )  # fmt: skip
     LINES_KEPT: gl.constexpr = (
         HAS_NEW and not HAS_STATE
         and new_state.dtype.element_ty == gl.float32 and (new_v == 1 or new_k == 1)
     )  # fmt: skip
-    staged = sequences  # any pointer: a group of warps is given no 0
+    staged = 0
     if AHEAD or LINES_KEPT:
         BY_V: gl.constexpr = old_v == 1 if AHEAD else new_v == 1
         FOUR: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
         staged = gl.allocate_shared_memory(gl.float32, [K if BY_V else 64, 64 if BY_V else K], FOUR)
     if AHEAD:
         stage_state(staged, old, head, first_block, K, old_k, old_v)
-    tiles = chunk_tiles(k.dtype.element_ty, K)
+    dtype: gl.constexpr = k.dtype.element_ty
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    zeros = gl.allocate_shared_memory(dtype, [8, 64], FLAT)
+    zeros.store(gl.zeros([8, 64], dtype, LINES))
+    tiles = (
+        gl.allocate_shared_memory(dtype, [64, K], WIDE),
+        gl.allocate_shared_memory(dtype, [64, K], WIDE),
+        gl.allocate_shared_memory(dtype, [2, 64, 64], SQUARE),
+        gl.allocate_shared_memory(dtype, [64, 64], SQUARE),
+        gl.allocate_shared_memory(dtype, [64, 64], SQUARE),
+        zeros,
+        gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [SCALES, 64], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [64], PLAIN),
+    )
     place = row, start, end
     rows = q, k, v, q_token, q_head, k_token, k_head, v_token, v_head
     gates = g, beta, a_log, dt_bias, lower_bound, g_token, g_head, beta_token, beta_head
@@ -436,29 +362,31 @@ def short_kernel(
                 if write >= 0:
                     keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)
     else:
-        gl.static_assert(HALVES == 1)
-        second_tiles = chunk_tiles(k.dtype.element_ty, K)
-        made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(made, count=1)
-        # The zeros too are stored by one group and multiplied by the other.
-        fence_async_shared()
-        thread_barrier()
-        given = rows, gates, place, begin, last, low, head, key_head, scale
-        ends = items, opening, opens, write, first_block
-        gl.warp_specialize(
-            [
-                (two_chunks, (
-                    given, tiles, second_tiles, made, old, outs, snaps, staged, ends,
-                    K, V, old_k, old_v, new_k, new_v, snap_k, snap_v,
-                    GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
-                    HAS_STATE, HAS_NEW, HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
-                    AHEAD, LINES_KEPT,
-                )),
-                (make_second, (
-                    given, second_tiles, made, K, V,
-                    GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
-                )),
-            ],
-            [4],
-            [GROUP_REGISTERS],
-        )  # fmt: skip
+        # What does not change in the loops is formed anew: it would fill the registers.
+        for half in tl.range(HALVES, disable_licm=True):
+            block = first_block + half
+            S = opened(
+                old, snaps, staged, opens, opening, start, head, block, half + 1 < HALVES,
+                K, old_k, old_v, snap_k, snap_v, HAS_STATE, AHEAD,
+                HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED,
+            )  # fmt: skip
+            for item in tl.range(begin, last, disable_licm=True):
+                low = (first_chunk + item - begin) * 64
+                if (half == 0) | (last - begin > 1):
+                    make_tiles(
+                        rows, gates, place, low, head, key_head, tiles, scale,
+                        K, V, GATE, BETA, HAS_G, HAS_BETA, HAS_BIAS, NORMALISE,
+                    )  # fmt: skip
+                after = -1
+                if HAS_SNAPSHOTS:
+                    after = gl.load(items + item * 3 + 2)
+                S = advance(
+                    S, outs, snaps, staged, tiles, place, low, after, write, item + 1 < last,
+                    head, block, scale, K, V, new_k, new_v, snap_k, snap_v, HAS_NEW,
+                    HAS_SNAPSHOTS, HAS_SNAPSHOT_SLOTS, SNAPSHOTS_CACHED, LINES_KEPT,
+                )  # fmt: skip
+                # Before the next chunk's rows take the place of these.
+                thread_barrier()
+            if HAS_NEW:
+                if (begin >= last) & (write >= 0):
+                    keep_state(S, new_state + write * new_n + head * new_h, block, K, new_k, new_v)

@@ -22,7 +22,7 @@ from headstart.ops.gated_delta_rule.hopper.channel_scan import scan_channels_ker
 from headstart.ops.gated_delta_rule.hopper.decode import decode_kernel
 from headstart.ops.gated_delta_rule.hopper.prepare import prepare_kernel
 from headstart.ops.gated_delta_rule.hopper.scan import scan_kernel
-from headstart.ops.gated_delta_rule.hopper.short import GROUP_REGISTERS, short_kernel
+from headstart.ops.gated_delta_rule.hopper.short import short_kernel
 from headstart.ops.gated_delta_rule.hopper.short_call import (
     CACHED_REGISTERS,
     REGISTERS,
@@ -99,8 +99,7 @@ def kernels(target: Target) -> list[StaticKernel]:
         for halves, several in () if cached else ((2, False), (1, False), (1, True)):
             own = sizes | states | gates | {"SEVERAL": several, "HALVES": halves}
             name = f"short_hopper-K128-V128-{'chunks' if several else halves}-{suffix}"
-            registers = GROUP_REGISTERS.value if several else REGISTERS
-            options = {"maxnreg": registers, "enable_fp_fusion": False}
+            options = {"maxnreg": REGISTERS, "enable_fp_fusion": False}
             found.append(_kernel(name, short_kernel, {}, own, kind, dtype, options))
         for rows, registers in CACHED_REGISTERS.items() if cached else ():
             kept = {switch: states[switch] for switch in SNAPSHOTS}
