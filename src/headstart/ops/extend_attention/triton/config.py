@@ -113,7 +113,7 @@ MANY = 32
 little more than one token does: tiles of 16 keys take 15 % less time there on an H200."""
 REPRODUCIBLE = {
     "hopper": {
-        64: Config(64, 128, 2, 4, piece=8192, registers=168, resident=3),
+        64: Config(64, 128, 2, 4, piece=4096, registers=168, resident=3),
         128: Config(64, 64, 3, 4, piece=2048, resident=2),
         256: Config(128, 64, 2, 8, piece=4096),
         512: Config(32, 16, 2, 8),
@@ -139,8 +139,9 @@ REPRODUCIBLE = {
 
 The end of a block costs a program time, most where it has to fill its pipeline again; the shorter
 blocks are, the more programs share a row that is decoded. On the H200 those of 8192 take 4 %
-less time than those of 4096 where rows are 256 wide. Where they are 128 wide, 2048 takes 41 % less
-time than 4096 for a draft's few rows after a long prefix, and 2 to 9 % more for prefills.
+less time than those of 4096 where rows are 256 wide. Where they are 64 wide, 4096 takes 38 % less
+time than 8192 for one row after 100,000 keys, and up to 3 % more for prefills; where they are 128
+wide, 2048 41 % less than 4096 for a draft's few rows after a long prefix, and up to 9 % more.
 """
 REPRODUCIBLE_NARROW = {"hopper": {256: Config(128, 64, 3, 8, piece=4096)}}
 """The same where values are at most half as wide as keys: another stage fits, and takes 12 % less
