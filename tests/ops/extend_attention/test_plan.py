@@ -6,6 +6,7 @@ from tests.ops.extend_attention.oracle import draw, expect_close, expected
 
 import headstart
 from headstart import ExtendPlan, KVCache
+from headstart.ops.extend_attention.plan import LAST
 
 
 def test_a_plan_is_built_by_one_of_four_constructors():
@@ -266,20 +267,20 @@ WRONG = [
         "key_positions: expected integers, got 2.5",
     ),
     (
-        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=2**31 - 1),
-        "query_start: expected tokens to end at most at 2147483647, got 2147483648",
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", query_start=LAST),
+        "query_start: expected tokens to end at most at 2147418112, got 2147418113",
     ),
     (
         lambda: ExtendPlan.from_lengths([2**30] * 2, device="cpu"),
-        "new: expected tokens to end at most at 2147483647, got 2147483648",
+        "new: expected tokens to end at most at 2147418112, got 2147483648",
     ),
     (
         lambda: ExtendPlan.from_padded([2**30] * 2, [2**30] * 2, 2**30, new_in_cache=True),
-        "lengths: expected tokens to end at most at 2147483647, got 2147483648",
+        "lengths: expected tokens to end at most at 2147418112, got 2147483648",
     ),
     (
-        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_start=2**31 - 2),
-        "key_start: expected tokens to end at most at 2147483647, got 2147483648",
+        lambda: ExtendPlan.from_lengths([1], [2], device="cpu", key_start=LAST - 1),
+        "key_start: expected tokens to end at most at 2147418112, got 2147418113",
     ),
     (
         lambda: ExtendPlan.from_lengths([1], [2], device="toaster"),

@@ -270,8 +270,12 @@ class Attention:
     def __init__(self, form: str, implementation: str, device: torch.device) -> None:
         self.options, self.device = ATTENTION_FORMS[form], device
         self.dtype = self.options["dtype"]
-        self.tokens = 200
-        self.HQ, self.HK, self.D = 16, 2, 64
+        long = self.options["long"]
+        self.HQ, self.HK, self.D = 16, 2, 128 if long else 64
+        self.tokens = LONG if long and device.type != "cpu" else 200
+        middle = 4096 if self.tokens > 4096 else 128
+        T = self.tokens
+        self.cuts = [0, 1, 64, 65, T - 8, T - 1, T], [0, middle - 1, middle, T]
         self.run = functools.partial(headstart.extend_attention, implementation=implementation)
         at = torch.Generator().manual_seed(1)
         q = 2 * torch.randn(self.tokens, self.HQ, self.D, generator=at)
@@ -305,7 +309,7 @@ class Attention:
         """Steps on shuffled pages of 1, 16 and 64 rows, new keys in the cache or beside it."""
         o, lse = self.cold()
         for size, inside in itertools.product((1, 16, 64), (False, True)):
-            for cuts in ([0, 1, 64, 65, 192, 199, 200], [0, 127, 128, 200]):
+            for cuts in self.cuts:
                 name = f"pages of {size}, new keys {'in' if inside else 'beside'} the cache"
                 for start, found in self._paged(size, inside, cuts):
                     rows = slice(start, start + len(found[0]))
@@ -368,10 +372,21 @@ class Attention:
             same(found[1], lse[:, heads], f"heads {heads.start} to {heads.stop}: LSE")
 
 
+def _form(
+    dtype: torch.dtype, window: int | None = None, sinks: bool = False, long: bool = False
+) -> dict[str, Any]:
+    return {"dtype": dtype, "window": window, "sinks": sinks, "long": long}
+
+
+LONG = 9000
+"""Tokens of a long form on a GPU: blocks in which a reproducible kernel reduces keys end and are
+joined in it, in one program and by pieces. On a CPU forms are of one length."""
 ATTENTION_FORMS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": torch.bfloat16, "window": None, "sinks": False},
-    "bfloat16, window, sinks": {"dtype": torch.bfloat16, "window": 100, "sinks": True},
-    "float32, sinks": {"dtype": torch.float32, "window": None, "sinks": True},
+    "bfloat16": _form(torch.bfloat16),
+    "bfloat16, window, sinks": _form(torch.bfloat16, 100, sinks=True),
+    "float32, sinks": _form(torch.float32, sinks=True),
+    "bfloat16, long": _form(torch.bfloat16, long=True),
+    "bfloat16, long window": _form(torch.bfloat16, 3000, sinks=True, long=True),
 }
 
 CHECKS: dict[str, tuple[type, dict[str, Any], tuple[str, ...]]] = {

@@ -78,7 +78,8 @@ def extend_attention(
         LSE always; `merge_attention` joins them.
     return_lse: return (o, lse).
     reproducible: make a row's bits depend on its own sequence and positions alone: not on the
-        batch, the heads held, the steps, the page layout.
+        batch, the heads held, the steps, the page layout. Keys and values must be finite: one that
+        is not may reach rows of its tile that do not see it.
     implementation: "reference", "torch", ...; None: the first that accepts.
     workspace: scratch to use; None: one of this thread and stream.
     out: tensor for o, or a pair for (o, lse); it must not overlap an input.

@@ -32,6 +32,9 @@ from headstart.runtime.handles import Handled
 from headstart.runtime.steady import Group
 
 Ints = Sequence[int] | torch.Tensor
+LAST = 2**31 - 2**16
+"""Where the last token of a sequence ends at most: kernels round positions up to whole tiles and
+blocks in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -291,10 +294,8 @@ class ExtendPlan(Handled):
             "query_start": max(map(add, plan.query_start, lengths), default=0),
         }
         for name, last in ends.items():
-            if last > INT32_MAX:
-                raise ValueError(
-                    f"{name}: expected tokens to end at most at {INT32_MAX}, got {last}"
-                )
+            if last > LAST:
+                raise ValueError(f"{name}: expected tokens to end at most at {LAST}, got {last}")
         expect_choice("mask_covers", options.mask_covers, ("all", "new"))
         plan.mask_covers = options.mask_covers
         plan.capacity = None

@@ -210,7 +210,8 @@ def columns_of(call: ExtendCall) -> Columns:
 def layout(call: ExtendCall, config: Config, rows: int) -> Layout:
     """Scratch for the pieces of rows that are cut; at least a row, so that its type is known.
 
-    Beside it what programs of the reproducible kernel park where rows have several blocks of keys.
+    Beside it what programs of the reproducible kernel may park where rows have several blocks of
+    keys.
     """
     if short_window(call):
         return {}

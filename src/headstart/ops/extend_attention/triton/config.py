@@ -70,8 +70,8 @@ FULL = {
     },
 }
 LONG_WINDOW = 2048
-"""A window of so many keys or more counts as none in the default kernel: nearly all tiles that a
-row sees are clear, and where few rows are decoded their keys are worth cutting into pieces."""
+"""A window of so many keys or more counts as none: nearly all tiles that a row sees are clear, and
+where few rows are decoded their keys are worth cutting into pieces."""
 WINDOWED = {
     "hopper": {
         64: Config(64, 32, 2, 4, registers=80),
@@ -135,7 +135,7 @@ REPRODUCIBLE = {
     },
     "rdna": {64: Config(32, 32, 1, 8), 256: Config(32, 32, 1, 8), 512: Config(32, 16, 1, 8)},
 }
-"""The reproducible kernel without a window, where it differs.
+"""The reproducible kernel without a short window, where it differs.
 
 The end of a block costs a program time, most where it has to fill its pipeline again; the shorter
 blocks are, the more programs share a row that is decoded. On the H200 those of 8192 take 4 %
@@ -168,7 +168,7 @@ REPRODUCIBLE_WINDOWED: dict[str, dict[int, Config]] = {
     },
     "rdna": REPRODUCIBLE["rdna"],
 }
-"""The same under a window; rows of just such a width come first here too."""
+"""The same under a short window; rows of just such a width come first here too."""
 
 
 def configuration(

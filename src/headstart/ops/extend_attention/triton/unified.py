@@ -288,6 +288,7 @@ def reduce(
                         D, DV, BD, BDV, BN, TILES, SHORT, FORM, PRECISION, STAGES, ORDER,
                     )  # fmt: skip
     if b_v_scale is not None:
+        tl.static_assert(TILES == 0)  # what is joined in the loop would lack the scale
         acc = acc * b_v_scale
     if TILES > 0:  # noqa: SIM102
         if tl.cdiv(limits[1], TILES) - limits[0] // TILES > 1:
