@@ -272,9 +272,8 @@ class Attention:
         self.dtype = self.options["dtype"]
         long = self.options["long"]
         self.HQ, self.HK, self.D = 16, 2, 128 if long else 64
-        self.tokens = LONG if long and device.type != "cpu" else 200
-        middle = 4096 if self.tokens > 4096 else 128
-        T = self.tokens
+        T, middle = (LONG, 4096) if long and device.type != "cpu" else (200, 128)
+        self.tokens = T
         self.cuts = [0, 1, 64, 65, T - 8, T - 1, T], [0, middle - 1, middle, T]
         self.run = functools.partial(headstart.extend_attention, implementation=implementation)
         at = torch.Generator().manual_seed(1)

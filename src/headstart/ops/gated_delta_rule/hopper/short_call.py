@@ -26,9 +26,8 @@ CACHED_REGISTERS = {WINDOW: 128, CHUNK: 168}
 CHUNKS = 2
 """Of a sequence without a cache, where programs for halves of V leave processors idle.
 
-A program takes one after the other. Two groups of warps that made T and P of both at a time took a
-quarter less time on an H200 in a row of calls, and a third more with cold caches: their code is
-nearly twice as long.
+A program takes one after the other. Two groups of warps that make T and P of both at a time are
+faster in a row of calls, and slower with cold caches: their code is nearly twice as long.
 """
 WHOLE = [1, 128, 128]
 """A state, which a cached step copies at once."""
